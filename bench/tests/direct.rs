@@ -3,7 +3,6 @@
 //! Requires root. Skipped without root, except in CI, where it fails.
 
 use std::{
-    env,
     path::Path,
     process::{Command, Stdio},
     time::Duration,
@@ -18,6 +17,7 @@ use diy_mesh_bench::{
     network::{NamespaceSet, Pair},
     sides::Running,
 };
+use diy_mesh_testkit::is_root;
 
 /// Long enough for responses on a busy machine. The test does not check performance.
 const WINDOW: Window = Window {
@@ -27,7 +27,7 @@ const WINDOW: Window = Window {
 
 #[test]
 fn runs_each_load_and_removes_namespaces() -> Result<()> {
-    if !can_create_namespaces() {
+    if !is_root() {
         return Ok(());
     }
     let namespaces = NamespaceSet::clear("dmbt-")?;
@@ -88,16 +88,4 @@ fn main_metric(case: &Case) -> Metric {
         Kind::Tcp(_) => Metric::Gigabits,
         _ => Metric::Requests,
     }
-}
-
-fn can_create_namespaces() -> bool {
-    let root = nix::unistd::geteuid().is_root();
-    assert!(
-        root || env::var_os("CI").is_none(),
-        "this test requires root in CI"
-    );
-    if !root {
-        eprintln!("skipped: network namespaces require root");
-    }
-    root
 }

@@ -250,6 +250,7 @@ mod tests {
 
     use super::*;
     use crate::authority::{Roots, Trust, self_signed};
+    use diy_mesh_testkit::wait::until;
 
     fn trust() -> Trust {
         let now = SystemTime::now();
@@ -309,9 +310,7 @@ mod tests {
         let (serving, _authority) = serving(1);
         let first = leaf(&serving);
         let changed = async {
-            while leaf(&serving) == first {
-                tokio::task::yield_now().await;
-            }
+            until(|| leaf(&serving) != first).await;
         };
         tokio::select! {
             () = serving.renew() => {}

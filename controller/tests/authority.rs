@@ -7,7 +7,7 @@ mod support;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use diy_mesh_controller::authenticate::{Caller, PodRef};
 use diy_mesh_controller::authority::state::Phase;
@@ -19,9 +19,9 @@ use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
 use diy_mesh_controller::proxies::{ConnectedGuard, Proxies};
 use diy_mesh_proto::mesh::v1::ProxyStatus;
+use diy_mesh_testkit::authority::ca;
+use diy_mesh_testkit::wait::{eventually, soon};
 use tokio::task::JoinHandle;
-
-const DEADLINE: Duration = Duration::from_secs(40);
 
 /// A simulated proxy. Unless it is stuck, it has the roots and a certificate of its replica.
 #[derive(Clone, Default)]
@@ -151,10 +151,7 @@ impl Replica {
     }
 
     async fn trust(&self) -> TrustSender {
-        tokio::time::timeout(DEADLINE, self.authority.loaded())
-            .await
-            .unwrap()
-            .unwrap()
+        soon(self.authority.loaded()).await.unwrap()
     }
 
     async fn roots(&self) -> Arc<Roots> {
@@ -166,15 +163,15 @@ impl Replica {
     }
 
     async fn until(&self, what: &str, condition: impl Fn(&Status) -> bool) -> Status {
-        let deadline = Instant::now() + DEADLINE;
-        loop {
+        eventually(what, async || {
             let status = self.authority.status();
             if condition(&status) {
-                return status;
+                Ok(status)
+            } else {
+                Err(status)
             }
-            assert!(Instant::now() < deadline, "never {what}: {status:#?}");
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+        })
+        .await
     }
 
     async fn until_problem(&self, problem: &str) {
@@ -230,15 +227,12 @@ fn write(folder: &Path, name: &str, text: &str) {
 }
 
 async fn until_published(folder: &Path, roots: &Roots) {
-    let deadline = Instant::now() + DEADLINE;
-    while std::fs::read_to_string(folder.join("roots.pem"))
-        .ok()
-        .as_ref()
-        != Some(&roots.pem)
-    {
-        assert!(Instant::now() < deadline, "the roots are never published");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    let file = folder.join("roots.pem");
+    eventually("the roots are published", async || {
+        let is_published = std::fs::read_to_string(&file).is_ok_and(|text| text == roots.pem);
+        is_published.then_some(()).ok_or(&file)
+    })
+    .await;
 }
 
 fn folder() -> (tempfile::TempDir, PathBuf) {
@@ -398,8 +392,8 @@ async fn abandoned_rotation_restores_the_roots() {
     // The status may be known before the roots.
     let mut trust = one.trust().await.subscribe();
     let restored = trust.wait_for(|trust| trust.roots == roots);
-    let restored = tokio::time::timeout(DEADLINE, restored).await;
-    assert!(restored.is_ok_and(|restored| restored.is_ok()));
+    // The value is locked while it is borrowed.
+    assert!(soon(restored).await.is_ok());
     request(&folder, "dance");
     one.until("the answer", |status| {
         status
@@ -537,11 +531,8 @@ async fn restores_loaded_ca_to_an_empty_store() {
     }
     one.until_problem("contains no CA; it is restored after 5 s")
         .await;
-    let deadline = Instant::now() + DEADLINE;
-    while !folder.join("tls.key").exists() {
-        assert!(Instant::now() < deadline, "it is never filled");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    let filled = async || std::fs::metadata(folder.join("tls.key"));
+    eventually("it is filled", filled).await;
     let two = Replica::start(&folder);
     assert_eq!(
         (one.roots().await, two.roots().await),
@@ -641,12 +632,7 @@ async fn adopts_ca_of_an_operator_when_all_proxies_trust_it() {
 
 /// An operator's CA.
 fn rcgen_ca() -> (String, String) {
-    let mut params = rcgen::CertificateParams::default();
-    params
-        .distinguished_name
-        .push(rcgen::DnType::CommonName, "an operator's");
-    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-    params.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign];
+    let params = ca("an operator's");
     let key = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).unwrap();
     (params.self_signed(&key).unwrap().pem(), key.serialize_pem())
 }

@@ -4,8 +4,10 @@
 mod support;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_testkit::tokens::Signer;
+use diy_mesh_testkit::wait::soon;
 use serde_json::json;
-use support::{DEADLINE, Issuer, Sandbox, claims, config, replace, web};
+use support::{Sandbox, claims, config, replace, web};
 use tonic::{Code, Request, Status};
 use tonic_health::pb::health_client::HealthClient;
 use tonic_health::pb::{
@@ -56,7 +58,10 @@ async fn rejects_invalid_tokens_with_the_reason() {
             with("iss", json!("https://somebody.else")),
             "its issuer is not",
         ),
-        (Issuer::new("first").token(), "its signature is not by"),
+        (
+            Signer::named("first").sign(&claims()),
+            "its signature is not by",
+        ),
         ("rubbish".to_owned(), "it is not a JWT"),
         ("x".repeat(20_000), "longer than 16384 bytes"),
     ];
@@ -87,11 +92,11 @@ async fn rejects_invalid_tokens_with_the_reason() {
 #[tokio::test]
 async fn reloads_keys_of_the_token_issuer() {
     let sandbox = Sandbox::start(&[]).await;
-    let next = Issuer::new("second");
+    let next = Signer::named("second");
     let mut client = sandbox.client().await;
     client.services(&[]).await.unwrap();
     replace(&sandbox.dir.path().join("jwks.json"), &next.jwks());
-    client.token = Some(next.token());
+    client.token = Some(next.sign(&claims()));
     client.services(&[]).await.unwrap();
 }
 
@@ -134,11 +139,7 @@ async fn health_and_admin_require_no_token() {
 
 async fn until(watch: &mut tonic::Streaming<HealthCheckResponse>, wanted: ServingStatus) {
     loop {
-        let response = tokio::time::timeout(DEADLINE, watch.message())
-            .await
-            .unwrap()
-            .unwrap()
-            .unwrap();
+        let response = soon(watch.message()).await.unwrap().unwrap();
         if response.status() == wanted {
             return;
         }

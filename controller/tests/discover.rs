@@ -7,14 +7,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_testkit::authority;
+use diy_mesh_testkit::net::{listen, read_until};
+use diy_mesh_testkit::tokens::Signer;
+use diy_mesh_testkit::wait::soon;
 use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update;
-use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair};
-use rustls::pki_types::PrivateKeyDer;
-use support::{DEADLINE, Issuer, Sandbox, claims, pod_manifest, say, web};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpListener;
+use support::{Sandbox, claims, pod_manifest, say, web};
+use tokio::io::AsyncWriteExt as _;
 use tokio::sync::mpsc;
 use tokio_rustls::TlsAcceptor;
 
@@ -335,30 +336,16 @@ async fn resource_types_and_actions_of_later_releases_are_ignored() {
 /// Serves keys at the returned URL, with a certificate of the returned CA. Tells the time of each
 /// request.
 async fn serve_keys(keys: String) -> (String, String, mpsc::Receiver<Instant>) {
-    let mut ca = CertificateParams::default();
-    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let (ca_key, key) = (KeyPair::generate().unwrap(), KeyPair::generate().unwrap());
-    let root = ca.self_signed(&ca_key).unwrap().pem();
-    let leaf = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
-    let leaf = leaf.signed_by(&key, &rcgen::Issuer::new(ca, ca_key));
-    let chain = vec![leaf.unwrap().der().clone()];
-    let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
-    let tls = rustls::ServerConfig::builder().with_no_client_auth();
-    let tls = TlsAcceptor::from(Arc::new(tls.with_single_cert(chain, key).unwrap()));
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!(
-        "https://localhost:{}/keys",
-        listener.local_addr().unwrap().port()
-    );
+    let server = authority::server("localhost");
+    let tls = TlsAcceptor::from(Arc::new(server.config));
+    let (listener, address) = listen().await;
+    let url = format!("https://localhost:{}/keys", address.port());
     let (sender, requests) = mpsc::channel(16);
     tokio::spawn(async move {
         loop {
             let (stream, _) = listener.accept().await.unwrap();
             let mut stream = tls.accept(stream).await.unwrap();
-            let mut head = Vec::new();
-            while !head.ends_with(b"\r\n\r\n") {
-                head.push(stream.read_u8().await.unwrap());
-            }
+            read_until(&mut stream, "\r\n\r\n").await;
             let length = keys.len();
             let response = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n{keys}");
             stream.write_all(response.as_bytes()).await.unwrap();
@@ -366,12 +353,12 @@ async fn serve_keys(keys: String) -> (String, String, mpsc::Receiver<Instant>) {
             let _ = sender.send(Instant::now()).await;
         }
     });
-    (url, root, requests)
+    (url, server.root, requests)
 }
 
 #[tokio::test]
 async fn keys_that_a_proxy_lacks_are_fetched_long_before_their_time() {
-    let (url, root, mut requests) = serve_keys(Issuer::new("old").jwks()).await;
+    let (url, root, mut requests) = serve_keys(Signer::named("old").jwks()).await;
     let policy = format!(
         "apiVersion: diy-service-mesh.dev/v1alpha1
 kind: AuthorizationPolicy
@@ -390,8 +377,8 @@ spec:
         std::fs::write(&config.key_roots_file, root).unwrap();
     })
     .await;
-    let mut request = async || tokio::time::timeout(DEADLINE, requests.recv()).await;
-    let first = request().await.unwrap().unwrap();
+    let mut request = async || soon(requests.recv()).await;
+    let first = request().await.unwrap();
     let discover = sandbox.client().await.discover().await;
     // The controller learns when the response has arrived, and reads a report every 5 seconds.
     let reports = async {
@@ -403,7 +390,7 @@ spec:
         }
     };
     let second = tokio::select! {
-        second = request() => second.unwrap().unwrap(),
+        second = request() => second.unwrap(),
         () = reports => unreachable!("it never ends"),
     };
     assert!(

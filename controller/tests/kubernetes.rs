@@ -8,11 +8,16 @@
 
 mod support;
 
-use std::process::Stdio;
-use std::time::{Duration, Instant};
+use std::panic::{AssertUnwindSafe, resume_unwind};
+use std::process::Command;
+use std::time::Instant;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
+use diy_mesh_testkit::http::get;
+use diy_mesh_testkit::process::{Process, Signal};
+use diy_mesh_testkit::wait::{TEST_TIMEOUT, eventually};
+use futures::FutureExt;
 use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Namespace, Pod, Service, ServiceAccount};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
@@ -22,9 +27,7 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
-use support::{DEADLINE, say};
-use tokio::io::{AsyncBufReadExt, BufReader};
-use tokio::process::{Child, Command};
+use support::say;
 use tonic::Code;
 
 const OURS: &str = "diy-service-mesh";
@@ -33,16 +36,18 @@ const OURS: &str = "diy-service-mesh";
 #[ignore = "needs a cluster: KUBECONFIG"]
 async fn controller_serves_a_cluster_with_minimal_permissions() {
     let cluster = Cluster::make().await;
-    // In a task of its own, so that what it made is removed also when it fails.
-    let result = tokio::spawn(scenario(cluster.clone())).await;
+    // What it made is removed also when it fails.
+    let result = AssertUnwindSafe(scenario(&cluster)).catch_unwind().await;
     cluster.remove().await;
-    result.unwrap();
+    if let Err(panic) = result {
+        resume_unwind(panic);
+    }
 }
 
-async fn scenario(cluster: Cluster) {
-    let mut controller = Controller::start(&cluster).await;
+async fn scenario(cluster: &Cluster) {
+    let mut controller = Controller::start(cluster).await;
     // Whatever the cluster has: the definitions can be read.
-    controller.until(" installed").await;
+    controller.process.line(" installed").await;
     controller.ready().await;
 
     // Tokens, as the API server sees them.
@@ -140,7 +145,7 @@ async fn scenario(cluster: Cluster) {
 
     // Without its rights it says so, and cannot authenticate clients.
     cluster.revoke().await;
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     let status = loop {
         // Each time another token, since answers are cached. The API server takes a moment to
         // notice.
@@ -164,9 +169,10 @@ async fn scenario(cluster: Cluster) {
     assert_eq!(status.code(), Code::Unavailable);
 
     // A start without rights: not ready, and the log says what is missing.
-    let mut controller = Controller::start(&cluster).await;
+    let mut controller = Controller::start(cluster).await;
     controller
-        .until("verbs list and watch on endpointslices of discovery.k8s.io")
+        .process
+        .line("verbs list and watch on endpointslices of discovery.k8s.io")
         .await;
     controller
         .answers("/ready", |code, reason| {
@@ -200,7 +206,7 @@ fn rules_of_custom_kinds() -> Vec<Value> {
 
 /// What a client is answered, once the API server has found the time to look at its token.
 async fn answered(client: &mut support::Client) -> Result<Vec<proto::Service>, tonic::Status> {
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     loop {
         match client.services(&[]).await {
             Err(status) if status.code() == Code::Unavailable && Instant::now() < deadline => {
@@ -211,7 +217,6 @@ async fn answered(client: &mut support::Client) -> Result<Vec<proto::Service>, t
     }
 }
 
-#[derive(Clone)]
 struct Cluster {
     client: Client,
     kubeconfig: Kubeconfig,
@@ -360,8 +365,7 @@ impl Cluster {
 
 /// The program, as a process.
 struct Controller {
-    process: Child,
-    log: tokio::io::Lines<BufReader<tokio::process::ChildStderr>>,
+    process: Process,
     address: std::net::SocketAddr,
     admin: std::net::SocketAddr,
     files: tempfile::TempDir,
@@ -378,26 +382,15 @@ impl Controller {
         let files = support::scratch();
         let path = files.path().join("kubeconfig");
         std::fs::write(&path, kubeconfig.to_string()).unwrap();
-        let mut process = Command::new(env!("CARGO_BIN_EXE_controller"))
-            .args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
-            .args(["--ca", &format!("files:{}", files.path().display())])
-            .args(["--pod-namespace", &cluster.name])
-            .env("KUBECONFIG", &path)
-            .env("NO_COLOR", "1")
-            .stderr(Stdio::piped())
-            .kill_on_drop(true)
-            .spawn()
-            .unwrap();
-        let log = BufReader::new(process.stderr.take().unwrap()).lines();
-        let nowhere = "127.0.0.1:0".parse().unwrap();
-        let mut controller = Controller {
-            process,
-            log,
-            address: nowhere,
-            admin: nowhere,
-            files,
-        };
-        let line = controller.until("listening grpc=").await;
+        let mut process = Process::start(
+            Command::new(env!("CARGO_BIN_EXE_controller"))
+                .args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+                .args(["--ca", &format!("files:{}", files.path().display())])
+                .args(["--pod-namespace", &cluster.name])
+                .env("KUBECONFIG", &path)
+                .env("NO_COLOR", "1"),
+        );
+        let line = process.line("listening grpc=").await;
         let field = |name: &str| {
             line.split(' ')
                 .find_map(|part| part.strip_prefix(name))
@@ -405,66 +398,36 @@ impl Controller {
                 .parse()
                 .unwrap()
         };
-        (controller.address, controller.admin) = (field("grpc="), field("admin="));
-        controller
-    }
-
-    async fn until(&mut self, text: &str) -> String {
-        let search = async {
-            loop {
-                let line = self
-                    .log
-                    .next_line()
-                    .await
-                    .unwrap()
-                    .expect("the program goes on");
-                println!("controller: {line}");
-                if line.contains(text) {
-                    return line;
-                }
-            }
-        };
-        tokio::time::timeout(DEADLINE, search)
-            .await
-            .unwrap_or_else(|_| panic!("no line with {text:?}"))
+        let (address, admin) = (field("grpc="), field("admin="));
+        Controller {
+            process,
+            address,
+            admin,
+            files,
+        }
     }
 
     /// With its catalog and its CA, which are read side by side.
     async fn ready(&mut self) {
-        self.until("the catalog is synced").await;
+        self.process.line("the catalog is synced").await;
         self.answers("/ready", |code, text| (code, text) == (200, "ready\n"))
             .await;
     }
 
     /// Waits until the admin port answers so.
     async fn answers(&self, path: &str, so: impl Fn(u16, &str) -> bool) {
-        let deadline = Instant::now() + DEADLINE;
-        loop {
-            let (code, text) = support::get(self.admin, path).await;
-            if so(code, &text) {
-                return;
-            }
-            assert!(
-                Instant::now() < deadline,
-                "{path} goes on answering {code} {text}"
-            );
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        eventually(path, async || {
+            let (code, text) = get(self.admin, path).await;
+            so(code, &text).then_some(()).ok_or((code, text))
+        })
+        .await;
     }
 
     async fn client(&self, token: String) -> support::Client {
-        let (path, deadline) = (
-            self.files.path().join("roots.pem"),
-            Instant::now() + DEADLINE,
-        );
-        let roots = loop {
-            // It is ready a moment before it has published them.
-            match std::fs::read_to_string(&path) {
-                Ok(roots) => break roots,
-                Err(error) => assert!(Instant::now() < deadline, "{}: {error}", path.display()),
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        };
+        let path = self.files.path().join("roots.pem");
+        // It is ready a moment before it has published them.
+        let read = async || std::fs::read_to_string(&path);
+        let roots = eventually("the roots", read).await;
         let channel = support::connect(self.address, &roots).await.unwrap();
         support::Client {
             announced: None,
@@ -475,20 +438,9 @@ impl Controller {
 
     /// SIGTERM; what an open stream says of it.
     async fn stop(mut self, discover: &mut support::Discover) -> tonic::Status {
-        let pid = self.process.id().unwrap().to_string();
-        assert!(
-            Command::new("kill")
-                .args(["-TERM", &pid])
-                .status()
-                .await
-                .unwrap()
-                .success()
-        );
+        self.process.signal(Signal::SIGTERM);
         let status = discover.answer().await.unwrap_err();
-        let exit = tokio::time::timeout(Duration::from_secs(10), self.process.wait())
-            .await
-            .expect("it ends")
-            .unwrap();
+        let exit = self.process.exited().await;
         assert!(exit.success());
         status
     }

@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use diy_mesh_control_plane::events::{Events, publish};
 use diy_mesh_controller::authenticate::{Caller, PodRef};
@@ -21,6 +21,7 @@ use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
 use diy_mesh_controller::proxies::Proxies;
 use diy_mesh_proto::mesh::v1::ProxyStatus;
+use diy_mesh_testkit::wait::{eventually, soon};
 use futures::FutureExt;
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
@@ -35,7 +36,6 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
-const DEADLINE: Duration = Duration::from_secs(60);
 const SECRET: &str = "diy-service-mesh-ca";
 const ROOTS: &str = "diy-service-mesh-roots";
 
@@ -332,26 +332,17 @@ impl Replica {
     }
 
     async fn roots(&self) -> Arc<Roots> {
-        let authority = tokio::time::timeout(DEADLINE, self.authority.loaded())
-            .await
-            .expect("there is a CA in time")
-            .unwrap();
+        let authority = soon(self.authority.loaded()).await.unwrap();
         authority.borrow().roots.clone()
     }
 
     async fn until_phase(&self, phase: Phase) {
-        let deadline = Instant::now() + DEADLINE;
-        while self.authority.status().issuer.is_none()
-            || self.authority.status().rotation.phase != phase.name()
-        {
-            assert!(
-                Instant::now() < deadline,
-                "never {}: {:#?}",
-                phase.name(),
-                self.authority.status()
-            );
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+        eventually(phase.name(), async || {
+            let status = self.authority.status();
+            let is_reached = status.issuer.is_some() && status.rotation.phase == phase.name();
+            is_reached.then_some(()).ok_or(status)
+        })
+        .await;
     }
 }
 
@@ -466,11 +457,8 @@ impl Cluster {
     }
 
     async fn until(&self, what: &str, condition: impl AsyncFn() -> bool) {
-        let deadline = Instant::now() + DEADLINE;
-        while !condition().await {
-            assert!(Instant::now() < deadline, "never: {what}");
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+        let poll = async || condition().await.then_some(()).ok_or("not yet");
+        eventually(what, poll).await;
     }
 
     async fn until_published(&self, namespace: &str, roots: &Roots) {

@@ -3,15 +3,20 @@
 
 mod support;
 
-use std::io::{BufRead as _, BufReader, ErrorKind};
+use std::io::ErrorKind;
 use std::net::SocketAddr;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_testkit::http::get;
+use diy_mesh_testkit::metrics;
+use diy_mesh_testkit::process::Process;
+use diy_mesh_testkit::tokens::Signer;
+use diy_mesh_testkit::wait::{eventually, soon};
 use futures::future::join_all;
 use rustls::pki_types::ServerName;
-use support::{DEADLINE, Discover, Sandbox, get, scratch, web};
+use support::{Discover, Sandbox, scratch, web};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpSocket, TcpStream};
 use tonic::{Code, Status};
@@ -105,10 +110,7 @@ async fn connection_without_an_authenticated_call_ends() {
     let watch = health.watch(tonic_health::pb::HealthCheckRequest::default());
     let mut watch = watch.await.unwrap().into_inner();
     // It ends, whatever else the client does.
-    let ended = tokio::time::timeout(DEADLINE, async {
-        while let Ok(Some(_)) = watch.message().await {}
-    });
-    ended.await.expect("the connection ends");
+    soon(async { while let Ok(Some(_)) = watch.message().await {} }).await;
     sandbox.client().await.discover().await;
 }
 
@@ -162,32 +164,21 @@ async fn raises_the_limit_of_open_files() {
     for folder in ["catalog", "ca"] {
         std::fs::create_dir(dir.join(folder)).unwrap();
     }
-    std::fs::write(dir.join("jwks.json"), support::Issuer::new("a").jwks()).unwrap();
-    let mut controller = Command::new("sh")
-        .args(["-c", "ulimit -Sn 64 && exec \"$0\" \"$@\""])
-        .arg(env!("CARGO_BIN_EXE_controller"))
-        .args(["--listen=127.0.0.1:0", "--admin-listen=127.0.0.1:0"])
-        .arg(format!("--catalog=files:{}/catalog", dir.display()))
-        .arg(format!("--ca=files:{}/ca", dir.display()))
-        .arg(format!("--authenticator=jwks:{}/jwks.json", dir.display()))
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let log = BufReader::new(controller.stderr.take().unwrap());
-    let admin = log
-        .lines()
-        .find_map(|line| Some(line.unwrap().split_once(" admin=")?.1.to_owned()))
-        .unwrap();
-    let (_, metrics) = get(admin.trim().parse().unwrap(), "/metrics").await;
-    controller.kill().unwrap();
-    controller.wait().unwrap();
-    let line = metrics
-        .lines()
-        .find_map(|line| line.strip_prefix("diy_mesh_controller_max_open_files "));
-    assert!(
-        line.unwrap().parse::<u64>().unwrap() > 64,
-        "{line:?} files can be open"
+    std::fs::write(dir.join("jwks.json"), Signer::named("a").jwks()).unwrap();
+    let mut controller = Process::start(
+        Command::new("sh")
+            .args(["-c", "ulimit -Sn 64 && exec \"$0\" \"$@\""])
+            .arg(env!("CARGO_BIN_EXE_controller"))
+            .args(["--listen=127.0.0.1:0", "--admin-listen=127.0.0.1:0"])
+            .arg(format!("--catalog=files:{}/catalog", dir.display()))
+            .arg(format!("--ca=files:{}/ca", dir.display()))
+            .arg(format!("--authenticator=jwks:{}/jwks.json", dir.display())),
     );
+    let line = controller.line(" admin=").await;
+    let (_, admin) = line.split_once(" admin=").unwrap();
+    let (_, metrics) = get(admin.parse().unwrap(), "/metrics").await;
+    let files = metrics::value(&metrics, "diy_mesh_controller_max_open_files");
+    assert!(files > 64, "{files} files can be open");
     assert!(metrics.contains("\ndiy_mesh_controller_open_files "));
     assert!(metrics.contains("\ndiy_mesh_controller_resident_memory_bytes "));
 }
@@ -246,16 +237,10 @@ async fn responses_that_the_client_does_not_read_are_charged_until_they_are_sent
 }
 
 async fn until_charged(sandbox: &Sandbox, is_it: impl Fn(u64) -> bool) {
-    let deadline = tokio::time::Instant::now() + DEADLINE;
-    loop {
-        let (_, metrics) = sandbox.admin("/metrics").await;
-        let name = "diy_mesh_controller_budget_bytes{of=\"used\"} ";
-        let used = metrics.lines().find_map(|line| line.strip_prefix(name));
-        let used = used.unwrap().parse().unwrap();
-        if is_it(used) {
-            return;
-        }
-        assert!(tokio::time::Instant::now() < deadline, "{used} bytes");
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
+    eventually("the charge", async || {
+        let (_, page) = sandbox.admin("/metrics").await;
+        let used = metrics::value(&page, "diy_mesh_controller_budget_bytes{of=\"used\"}");
+        is_it(used).then_some(()).ok_or(used)
+    })
+    .await;
 }

@@ -6,19 +6,21 @@ mod support;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
-use std::process::Stdio;
+use std::process::Command;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
+use diy_mesh_testkit::net::{listen, read_head};
+use diy_mesh_testkit::process::{Process, Signal};
+use diy_mesh_testkit::tokens::Signer;
+use diy_mesh_testkit::wait::eventually;
 use k8s_openapi::api::rbac::v1::PolicyRule;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use support::{Client, DEADLINE, Issuer, web};
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::process::{Child, Command};
+use support::{Client, claims, web};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 const MESH: &str = "service-mesh";
 /// Permissions that this test does not need.
@@ -54,15 +56,15 @@ async fn controller_makes_the_calls_that_the_manifests_permit() {
     let api = Api::start().await;
     api.0.lock().unwrap().add_outdated_edges();
     let mut controller = start(&api).await;
-    let line = until(&mut controller, "listening grpc=").await;
+    let line = controller.line("listening grpc=").await;
     let address = line.split("grpc=").nth(1).unwrap();
     let address: SocketAddr = address.split(' ').next().unwrap().parse().unwrap();
-    until(&mut controller, "this replica writes the status").await;
+    controller.line("this replica writes the status").await;
     let roots = api.until("the roots are published", roots).await;
     // Before, it would show that the mesh had a CA.
     api.0.lock().unwrap().add_report_of_crashed_replica();
     let channel = support::connect(address, &roots).await.unwrap();
-    let token = Issuer::new("any").token();
+    let token = Signer::named("any").sign(&claims());
     let mut client = Client {
         client: ServiceMeshServiceClient::new(channel),
         token: Some(token.clone()),
@@ -94,13 +96,8 @@ async fn controller_makes_the_calls_that_the_manifests_permit() {
         unused.is_subset(&expected).then_some(()).ok_or(unused)
     })
     .await;
-    let pid = controller.id().unwrap().to_string();
-    let killed = Command::new("kill").args(["-TERM", &pid]).status().await;
-    assert!(killed.unwrap().success());
-    tokio::time::timeout(DEADLINE, controller.wait())
-        .await
-        .expect("the program ends")
-        .unwrap();
+    controller.signal(Signal::SIGTERM);
+    controller.exited().await;
     let objects = api.0.lock().unwrap();
     let forbidden: Vec<&Call> = objects
         .calls
@@ -137,7 +134,7 @@ fn roots(objects: &Objects) -> Result<String, String> {
     roots.map(str::to_owned).ok_or("no ConfigMap".to_owned())
 }
 
-async fn start(api: &Api) -> Child {
+async fn start(api: &Api) -> Process {
     let files = support::scratch();
     let path = files.path().join("kubeconfig");
     let config = json!({
@@ -147,38 +144,19 @@ async fn start(api: &Api) -> Child {
         "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
     });
     std::fs::write(&path, config.to_string()).unwrap();
-    let controller = Command::new(env!("CARGO_BIN_EXE_controller"))
-        .args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
-        .args(["--pod-namespace", MESH])
-        .env("KUBECONFIG", &path)
-        .env("NO_COLOR", "1")
-        .stderr(Stdio::piped())
-        .kill_on_drop(true)
-        .spawn()
-        .unwrap();
+    let controller = Process::start(
+        Command::new(env!("CARGO_BIN_EXE_controller"))
+            .args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+            .args(["--pod-namespace", MESH])
+            .env("KUBECONFIG", &path)
+            .env("NO_COLOR", "1"),
+    );
     // The program reads the file before it connects.
     api.until("a call", |objects| {
         objects.calls.first().map(drop).ok_or("no call")
     })
     .await;
     controller
-}
-
-/// The next line of the log with this text. Prints the log meanwhile, and also afterwards.
-async fn until(controller: &mut Child, text: &str) -> String {
-    let stderr = controller.stderr.as_mut().unwrap();
-    let mut lines = BufReader::with_capacity(1, stderr).lines();
-    let search = async {
-        loop {
-            let line = lines.next_line().await.unwrap().expect("the program runs");
-            println!("controller: {line}");
-            if line.contains(text) {
-                return line;
-            }
-        }
-    };
-    let line = tokio::time::timeout(DEADLINE, search).await;
-    line.unwrap_or_else(|_| panic!("no line with {text:?}"))
 }
 
 /// A call, in the terms of RBAC.
@@ -368,8 +346,8 @@ impl Api {
         let role = "diy-service-mesh-controller";
         let role = ["rbac.authorization.k8s.io", "clusterroles", "", role].map(String::from);
         state.store(role, json!({"metadata": {"uid": "1"}, "rules": []}));
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let api = Api(Arc::default(), listener.local_addr().unwrap());
+        let (listener, address) = listen().await;
+        let api = Api(Arc::default(), address);
         *api.0.lock().unwrap() = state;
         let shared = api.0.clone();
         tokio::spawn(async move {
@@ -387,38 +365,19 @@ impl Api {
         what: &str,
         read: impl Fn(&Objects) -> Result<T, E>,
     ) -> T {
-        let deadline = tokio::time::Instant::now() + DEADLINE;
-        loop {
-            match read(&self.0.lock().unwrap()) {
-                Ok(value) => return value,
-                Err(error) => assert!(
-                    tokio::time::Instant::now() < deadline,
-                    "{what}: not within {DEADLINE:?}: {error:#?}"
-                ),
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        eventually(what, async || read(&self.0.lock().unwrap())).await
     }
 }
 
 /// One request of a connection. A watch stays open, without events.
-async fn serve(stream: TcpStream, objects: Arc<Mutex<Objects>>) {
-    let mut stream = BufReader::new(stream);
-    let (mut head, mut length) = (String::new(), 0);
-    loop {
-        let mut line = String::new();
-        if stream.read_line(&mut line).await.unwrap_or(0) == 0 {
-            return;
-        }
-        if let Some(value) = line.to_lowercase().strip_prefix("content-length:") {
-            length = value.trim().parse().unwrap();
-        }
-        if line == "\r\n" {
-            break;
-        }
-        head += &line;
-    }
-    let mut body = vec![0; length];
+async fn serve(mut stream: TcpStream, objects: Arc<Mutex<Objects>>) {
+    let Some(head) = read_head(&mut stream).await else {
+        return;
+    };
+    let fields = head.to_lowercase();
+    let length = fields.split("content-length: ").nth(1);
+    let length = length.and_then(|rest| rest.lines().next()?.parse().ok());
+    let mut body = vec![0; length.unwrap_or_default()];
     stream.read_exact(&mut body).await.unwrap();
     let body = serde_json::from_slice(&body).unwrap_or_default();
     let mut words = head.split(' ');

@@ -3,14 +3,15 @@
 
 mod support;
 
-use std::sync::{Arc, LazyLock, Mutex};
-use std::time::Duration;
+use std::sync::LazyLock;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_testkit::output::Output;
+use diy_mesh_testkit::wait::{eventually, soon};
 use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update;
-use support::{Client, DEADLINE, Discover, Sandbox, claims, pod_manifest, web};
+use support::{Client, Discover, Sandbox, claims, pod_manifest, web};
 
 const WEB: &str = "10.96.0.7:80";
 
@@ -118,8 +119,8 @@ async fn canary_annotations_are_weights_and_invalid_ones_leave_the_service_alone
     let mut client = sandbox.client().await;
     let mut watch = client.watch(&["shop/web"]).await;
     let mut shares = async || loop {
-        let message = tokio::time::timeout(DEADLINE, watch.message()).await;
-        if let Some(service) = message.unwrap().unwrap().unwrap().service {
+        let message = soon(watch.message()).await;
+        if let Some(service) = message.unwrap().unwrap().service {
             let canaries = service.canaries.iter();
             break canaries
                 .map(|canary| format!("{} {}", canary.name, canary.weight))
@@ -135,7 +136,7 @@ async fn canary_annotations_are_weights_and_invalid_ones_leave_the_service_alone
     }
     sandbox.write("c.yaml", &canary("101"));
     let problem = "diy-service-mesh/canary-weight: \"101\" is not an integer from 0 to 100";
-    Log::of_process().line(problem).await;
+    logged(problem).await;
     assert_eq!(backends(&mut discover).await, "no routes");
     assert_eq!(shares().await, [""; 0]);
     sandbox.write("c.yaml", &canary("20"));
@@ -369,7 +370,7 @@ spec:
 "
         )
     };
-    let log = Log::of_process();
+    log_of_process();
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut discover = subscribed(&sandbox, "x").await;
     let snapshot = async |discover: &mut Discover, name: &str| loop {
@@ -417,7 +418,7 @@ spec:
     sandbox.write("p.yaml", &policy("0"));
     let problem = "spec.connections.maxRequests: \"0\" is not from 1 to 1000000";
     let rejected = format!("{problem}; the section has no effect");
-    log.line(&rejected).await;
+    logged(&rejected).await;
     assert_eq!(
         max_requests(&snapshot(&mut discover, "shop/web:80").await),
         None
@@ -430,49 +431,30 @@ spec:
 }
 
 /// The log of all controllers of this process.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    fn of_process() -> &'static Log {
-        static LOG: LazyLock<Log> = LazyLock::new(|| {
-            let log = Log::default();
-            let writer = log.clone();
-            let lines = tracing_subscriber::fmt().with_ansi(false);
-            lines.with_writer(move || writer.clone()).init();
-            log
-        });
-        &LOG
-    }
-
-    async fn line(&self, text: &str) -> String {
-        let poll = async {
-            loop {
-                let log = String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned();
-                if let Some(line) = log.lines().find(|line| line.contains(text)) {
-                    return line.to_owned();
-                }
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-        };
-        let found = tokio::time::timeout(2 * DEADLINE, poll).await;
-        found.unwrap_or_else(|_| panic!("no line with {text}"))
-    }
+fn log_of_process() -> &'static Output {
+    static LOG: LazyLock<Output> = LazyLock::new(|| {
+        let log = Output::default();
+        let writer = log.clone();
+        let lines = tracing_subscriber::fmt().with_ansi(false);
+        lines.with_writer(move || writer.clone()).init();
+        log
+    });
+    &LOG
 }
 
-impl std::io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
+/// The line of the log with this text.
+async fn logged(text: &str) -> String {
+    eventually(text, async || {
+        let log = log_of_process().text();
+        let line = log.lines().find(|line| line.contains(text));
+        line.map(str::to_owned).ok_or("no line")
+    })
+    .await
 }
 
 #[tokio::test]
 async fn conditions_tell_which_proxies_reject_routes_or_do_not_announce_that_they_apply_them() {
-    let log = Log::of_process();
+    log_of_process();
     // The pods of the tokens.
     let pod = |name: &str, uid: &str| {
         let pod = pod_manifest(name, &format!("10.0.1.{uid}"));
@@ -504,7 +486,7 @@ async fn conditions_tell_which_proxies_reject_routes_or_do_not_announce_that_the
         ..proto::Acknowledgement::default()
     };
     current.send(Action::Acknowledgement(acknowledgement)).await;
-    let line = log.line("Programmed=False").await;
+    let line = logged("Programmed=False").await;
     let expected = "HTTPRoute shop/programmed, parent Service shop/web:80: Accepted=True; \
         ResolvedRefs=True; diy-service-mesh.dev/Programmed=False, Rejected: \
         0 of 2 pods have generation 0; not: \

@@ -5,8 +5,9 @@
 mod support;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_testkit::wait::soon;
 use proto::discover_request::Action;
-use support::{Client, DEADLINE, Discover, Sandbox, pod_manifest, web};
+use support::{Client, Discover, Sandbox, pod_manifest, web};
 use tonic::{Code, Streaming};
 
 const OTHERS: &str = "apiVersion: v1
@@ -465,11 +466,7 @@ spec: {{clusterIP: 10.96.0.7, clusterIPs: [10.96.0.7], ports: [{ports}]}}
 }
 
 async fn next(stream: &mut Streaming<proto::WatchServicesResponse>) -> String {
-    let response = tokio::time::timeout(DEADLINE, stream.message())
-        .await
-        .unwrap()
-        .unwrap()
-        .unwrap();
+    let response = soon(stream.message()).await.unwrap().unwrap();
     match response.service {
         None => format!("synced {}", response.synced),
         Some(service) if service.deleted => format!("{} deleted", service.name),

@@ -1,11 +1,9 @@
 //! The injector over HTTPS, with ephemeral certificates.
 
-use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 use std::{fs, iter};
 
 use bytes::Bytes;
@@ -30,6 +28,11 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
+
+use diy_mesh_testkit::http::get;
+use diy_mesh_testkit::metrics;
+use diy_mesh_testkit::process::Process;
+use diy_mesh_testkit::wait::soon;
 
 struct Running {
     address: SocketAddr,
@@ -110,23 +113,9 @@ impl Running {
         read(sender.send_request(request).await.expect("an answer")).await
     }
 
-    async fn admin(&self, path: &str) -> (StatusCode, String) {
+    async fn admin(&self, path: &str) -> (u16, String) {
         get(self.admin, path).await
     }
-}
-
-async fn get(address: SocketAddr, path: &str) -> (StatusCode, String) {
-    let stream = TcpStream::connect(address).await.expect("a connection");
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
-        .await
-        .expect("HTTP/1.1");
-    tokio::spawn(connection);
-    let request = Request::get(path)
-        .header("host", "injector")
-        .body(Full::<Bytes>::default())
-        .expect("a request");
-    let (status, body) = read(sender.send_request(request).await.expect("an answer")).await;
-    (status, String::from_utf8(body.to_vec()).expect("text"))
 }
 
 async fn tls(
@@ -488,7 +477,7 @@ async fn rejects_malformed_review_and_serves_the_next_one() {
         StatusCode::OK
     );
     let (status, text) = injector.admin("/metrics").await;
-    assert_eq!(status, StatusCode::OK);
+    assert_eq!(status, 200);
     assert!(
         text.contains("diy_mesh_injector_reviews_total{outcome=\"error\"} 4\n"),
         "{text}"
@@ -521,15 +510,9 @@ async fn certificate_is_valid_for_its_names_only() {
 #[tokio::test]
 async fn serves_probes_and_shuts_down_cleanly() {
     let injector = injector().await;
-    assert_eq!(
-        injector.admin("/live").await,
-        (StatusCode::OK, "live\n".into())
-    );
-    assert_eq!(
-        injector.admin("/ready").await,
-        (StatusCode::OK, "ready\n".into())
-    );
-    assert_eq!(injector.admin("/").await.0, StatusCode::NOT_FOUND);
+    assert_eq!(injector.admin("/live").await, (200, "live\n".into()));
+    assert_eq!(injector.admin("/ready").await, (200, "ready\n".into()));
+    assert_eq!(injector.admin("/").await.0, 404);
     // An idle connection does not delay the shutdown.
     let idle = injector
         .tls(b"http/1.1", "localhost")
@@ -563,33 +546,23 @@ async fn reports_port_in_use() {
 #[tokio::test]
 async fn raises_the_limit_of_open_files() {
     let folder = tempfile::tempdir().expect("a folder");
-    let mut injector = Command::new("sh")
-        .args(["-c", "ulimit -Sn 64 && exec \"$0\" \"$@\""])
-        .arg(env!("CARGO_BIN_EXE_injector"))
-        .args([
-            "--image-to-deploy-proxy=a",
-            "--image-to-deploy-proxy-init=b",
-        ])
-        .args(["--listen=127.0.0.1:0", "--admin-listen=127.0.0.1:0"])
-        .arg("--serving-certificate=ephemeral")
-        .arg(format!("--ca-file={}/ca.crt", folder.path().display()))
-        .arg("--namespaces-folder=/nowhere")
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the injector");
-    let log = BufReader::new(injector.stderr.take().expect("a pipe"));
-    let admin = log.lines().find_map(|line| {
-        let line = line.expect("text");
-        Some(line.split_once(" admin=")?.1.trim().to_owned())
-    });
-    let admin = admin.expect("a log line").parse().expect("an address");
-    let (_, metrics) = get(admin, "/metrics").await;
-    injector.kill().expect("a process");
-    injector.wait().expect("a process");
-    let limit = metrics
-        .lines()
-        .find_map(|line| line.strip_prefix("diy_mesh_injector_max_open_files "));
-    let limit: u64 = limit.expect("a metric").parse().expect("a number");
+    let mut injector = Process::start(
+        Command::new("sh")
+            .args(["-c", "ulimit -Sn 64 && exec \"$0\" \"$@\""])
+            .arg(env!("CARGO_BIN_EXE_injector"))
+            .args([
+                "--image-to-deploy-proxy=a",
+                "--image-to-deploy-proxy-init=b",
+            ])
+            .args(["--listen=127.0.0.1:0", "--admin-listen=127.0.0.1:0"])
+            .arg("--serving-certificate=ephemeral")
+            .arg(format!("--ca-file={}/ca.crt", folder.path().display()))
+            .arg("--namespaces-folder=/nowhere"),
+    );
+    let line = injector.line(" admin=").await;
+    let (_, admin) = line.split_once(" admin=").expect("it is there");
+    let (_, page) = get(admin.parse().expect("an address"), "/metrics").await;
+    let limit = metrics::value(&page, "diy_mesh_injector_max_open_files");
     assert!(limit > 64, "{limit} files can be open");
 }
 
@@ -618,8 +591,7 @@ async fn held_connections_do_not_keep_the_api_server_out() {
         }
         let pod = pod("true");
         let review = injector.http1(post("/pods", &review(&pod)));
-        let review = tokio::time::timeout(Duration::from_secs(20), review).await;
-        let (status, _) = review.expect("an answer");
+        let (status, _) = soon(review).await;
         assert_eq!(status, StatusCode::OK);
         held.iter().for_each(|task| task.abort());
     }

@@ -5,10 +5,10 @@
 //! pods.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use clap::Parser;
 use diy_mesh_injector::{Config, Error, Flags, Injector};
+use diy_mesh_testkit::wait::{eventually, soon};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
 use k8s_openapi::api::core::v1::{Namespace, Secret};
@@ -17,10 +17,8 @@ use kube::{Api, Client};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
-use tokio::time::{sleep, timeout};
 
 const SECRET: &str = "diy-service-mesh-injector-tls";
-const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A namespace and a webhook configuration for one test.
 struct Cluster {
@@ -123,23 +121,17 @@ impl Cluster {
 
     /// Waits until both webhooks have the Secret's CA.
     async fn reconciled(&self) -> ByteString {
-        let reconciled = async {
-            loop {
-                let secret = self.secrets().get_opt(SECRET).await.expect("an answer");
-                let ca = secret
-                    .and_then(|secret| secret.data)
-                    .and_then(|mut data| data.remove("ca.crt"));
-                if let Some(ca) = ca
-                    && self.bundles().await == [Some(ca.clone()), Some(ca.clone())]
-                {
-                    return ca;
-                }
-                sleep(Duration::from_millis(50)).await;
+        eventually("the caBundle is corrected", async || {
+            let secret = self.secrets().get_opt(SECRET).await.expect("an answer");
+            let ca = secret
+                .and_then(|secret| secret.data)
+                .and_then(|mut data| data.remove("ca.crt"));
+            match (ca, self.bundles().await) {
+                (Some(ca), bundles) if bundles == [Some(ca.clone()), Some(ca.clone())] => Ok(ca),
+                (_, bundles) => Err(bundles),
             }
-        };
-        timeout(TIMEOUT, reconciled)
-            .await
-            .expect("the caBundle is corrected")
+        })
+        .await
     }
 
     async fn patch_configuration(&self, webhook: Value) {
@@ -181,9 +173,7 @@ async fn replicas_share_one_certificate_and_reconcile_secret_and_ca_bundle() {
     let cluster = Cluster::new().await;
     let mut replicas = futures::future::join_all((0..4).map(|_| cluster.start())).await;
     for replica in &mut replicas {
-        timeout(TIMEOUT, replica.ready.as_mut())
-            .await
-            .expect("ready");
+        soon(replica.ready.as_mut()).await;
     }
     let ca = cluster.reconciled().await;
     let secret = cluster.secret().await;
@@ -236,19 +226,16 @@ async fn replicas_share_one_certificate_and_reconcile_secret_and_ca_bundle() {
         .patch(SECRET, &PatchParams::default(), &invalid)
         .await
         .expect("a patch");
-    let repaired = async {
-        while cluster.secret().await != secret {
-            sleep(Duration::from_millis(50)).await;
-        }
-    };
-    timeout(TIMEOUT, repaired)
-        .await
-        .expect("the Secret is corrected");
+    eventually("the Secret is corrected", async || {
+        let current = cluster.secret().await;
+        (current == secret).then_some(()).ok_or(current)
+    })
+    .await;
     assert_eq!(cluster.reconciled().await, ca);
 
     // A replica that starts later adopts the Secret.
     let mut late = cluster.start().await;
-    timeout(TIMEOUT, late.ready.as_mut()).await.expect("ready");
+    soon(late.ready.as_mut()).await;
     assert_eq!(cluster.secret().await, secret);
     late.stop().await;
     for replica in replicas {

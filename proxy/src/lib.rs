@@ -324,8 +324,9 @@ fn connection_limit() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::secure::control::testing::{FakeController, soon};
+    use crate::secure::control::testing::FakeController;
     use diy_mesh_proto::mesh::v1 as proto;
+    use diy_mesh_testkit::wait::soon;
     use proto::discover_response::Update;
     use proto::snapshot::Kind;
 

@@ -4,7 +4,9 @@
 
 mod support;
 
-use support::{App, Mesh, listen, on_worker, read_all, read_until, write};
+use diy_mesh_testkit::net::{listen, read_all, read_until};
+use diy_mesh_testkit::wait::on_worker;
+use support::{App, Mesh, write};
 use tokio::io::AsyncWriteExt;
 
 const FORGED: &str = "GET /admin HTTP/1.1\r\nHost: a\r\nX-Called-By: forged\r\n\r\n";

@@ -6,10 +6,9 @@ mod support;
 
 use std::time::Duration;
 
-use support::{
-    App, Mesh, closed_address, is_reset, listen, on_worker, on_worker_without_waiting, read_all,
-    read_until, write,
-};
+use diy_mesh_testkit::net::{closed_address, listen, read_all, read_until};
+use diy_mesh_testkit::wait::on_worker;
+use support::{App, Mesh, is_reset, on_worker_without_waiting, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::sleep;

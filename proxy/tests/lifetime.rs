@@ -10,10 +10,9 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use diy_mesh_proxy::limits::lifetime::Lifetime;
-use support::{
-    App, Mesh, answering_app, is_reset, jump, listen, on_worker, on_worker_with_jumps, read_all,
-    read_until, until, write,
-};
+use diy_mesh_testkit::net::{listen, read_all, read_until};
+use diy_mesh_testkit::wait::{on_worker, until};
+use support::{App, Mesh, answering_app, is_reset, jump, on_worker_with_jumps, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

@@ -7,7 +7,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use diy_mesh_proxy::upstream::balance::Backend;
-use support::{App, Mesh, closed_address, listen, on_worker, read_all, read_until, write};
+use diy_mesh_testkit::net::{closed_address, listen, read_all, read_until};
+use diy_mesh_testkit::wait::{on_worker, until};
+use support::{App, Mesh, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 #[test]
@@ -201,8 +203,6 @@ fn releases_destination_after_silent_client_closes() {
         {
             assert_eq!(read_all(&mut accepted.unwrap().0).await, "");
         }
-        while Rc::strong_count(&destination) > 1 {
-            tokio::task::yield_now().await;
-        }
+        until(|| Rc::strong_count(&destination) <= 1).await;
     });
 }

@@ -7,7 +7,9 @@ mod support;
 use bytes::Bytes;
 use diy_mesh_proxy::limits::memory::{Charge, Holder};
 use diy_mesh_runtime::admission::Class;
-use support::{App, Mesh, answering_app, is_reset, listen, on_worker, read_until, until, write};
+use diy_mesh_testkit::net::{listen, read_until};
+use diy_mesh_testkit::wait::{on_worker, until};
+use support::{App, Mesh, answering_app, is_reset, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\n\r\n";

@@ -12,10 +12,11 @@ use diy_mesh_proxy::observe::exceptions::Exceptions;
 use diy_mesh_proxy::observe::metrics::Metrics;
 use diy_mesh_proxy::observe::probe::{KubeletProbe, Pod, add_routes};
 use diy_mesh_runtime::{Admin, Readiness};
-use rustls::pki_types::PrivatePkcs8KeyDer;
-use support::{
-    closed_address, jump, listen, on_worker, on_worker_with_jumps, read_all, read_until, write,
-};
+use diy_mesh_testkit::authority;
+use diy_mesh_testkit::http::get;
+use diy_mesh_testkit::net::{closed_address, listen, read_all, read_until};
+use diy_mesh_testkit::wait::on_worker;
+use support::{jump, on_worker_with_jumps, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
@@ -74,13 +75,6 @@ async fn request(admin: SocketAddr, line: &str) -> String {
     read_all(&mut client).await
 }
 
-/// The status and the body.
-async fn get(admin: SocketAddr, path: &str) -> (u16, String) {
-    let response = request(admin, &format!("GET {path}")).await;
-    let (head, body) = response.split_once("\r\n\r\n").expect(&response);
-    (head[9..12].parse().unwrap(), body.to_owned())
-}
-
 /// Performs one probe.
 async fn perform(probe: String) -> (u16, String) {
     get(admin(&[probe]).await, "/probes/0").await
@@ -109,17 +103,9 @@ fn redirect(location: impl std::fmt::Display) -> String {
     format!("HTTP/1.1 302 Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n")
 }
 
-/// Accepts one TLS connection with a self-signed certificate for another name.
+/// Accepts one TLS connection with a certificate of an unknown CA for another name.
 async fn accept_tls(listener: TcpListener, alpn: &[u8]) -> TlsStream<TcpStream> {
-    let certified = rcgen::generate_simple_self_signed(["another.example".to_owned()]).unwrap();
-    let key = PrivatePkcs8KeyDer::from(certified.signing_key.serialize_der());
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let mut config = rustls::ServerConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_no_client_auth()
-        .with_single_cert(vec![certified.cert.der().clone()], key.into())
-        .unwrap();
+    let mut config = authority::server("another.example").config;
     config.alpn_protocols = vec![alpn.to_vec()];
     let (stream, _) = listener.accept().await.unwrap();
     let acceptor = TlsAcceptor::from(Arc::new(config));
@@ -260,10 +246,7 @@ fn https_probe_accepts_any_certificate_and_either_http_version() {
         let (listener, address) = listen().await;
         let app = tokio::task::spawn_local(async move {
             let mut stream = accept_tls(listener, b"http/1.1").await;
-            let mut head = Vec::new();
-            while !head.ends_with(b"\r\n\r\n") {
-                head.push(stream.read_u8().await.unwrap());
-            }
+            read_until(&mut stream, "\r\n\r\n").await;
             let _ = stream.write_all(OK.as_bytes()).await;
         });
         let answer = perform(probe("httpGet", address, https)).await;

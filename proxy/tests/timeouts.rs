@@ -12,10 +12,12 @@ use diy_mesh_proxy::limits::timeouts::TimeoutKind;
 use diy_mesh_proxy::path::listener;
 use diy_mesh_proxy::secure::tls::Alpn;
 use diy_mesh_proxy::upstream::connect::{Dialer, Remote};
+use diy_mesh_testkit::net::{listen, read_all, read_until};
+use diy_mesh_testkit::wait::{TEST_TIMEOUT, on_worker};
 use socket2::SockRef;
 use support::{
-    App, Mesh, answering_app, is_reset, jump, listen, on_worker, on_worker_with_jumps,
-    on_worker_without_waiting, read_all, read_until, write,
+    App, Mesh, answering_app, is_reset, jump, on_worker_with_jumps, on_worker_without_waiting,
+    write,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -208,7 +210,7 @@ fn every_socket_has_user_timeout_and_keepalive() {
             tls: None,
         };
         let slot = mesh.slot();
-        let dialer = Dialer::new(&mesh.worker.tls, support::TEST_TIMEOUT, &slot);
+        let dialer = Dialer::new(&mesh.worker.tls, TEST_TIMEOUT, &slot);
         let (dialed, accepted) = tokio::join!(dialer.dial(&remote, Alpn::Http1), listener.accept());
         let (dialed, accepted) = (dialed.unwrap(), accepted.unwrap().0);
         for socket in [SockRef::from(dialed.socket()), SockRef::from(&accepted)] {

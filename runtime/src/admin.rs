@@ -285,10 +285,12 @@ mod tests {
     use std::io::{Read as _, Write as _};
     use std::net::SocketAddr;
 
+    use diy_mesh_testkit::http::send;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
     use crate::listen::bind;
+    use diy_mesh_testkit::wait::until;
 
     async fn start() -> (SocketAddr, Readiness) {
         let readiness = Readiness::default();
@@ -299,15 +301,6 @@ mod tests {
         let address = listener.local_addr().unwrap();
         tokio::spawn(admin.serve(listener));
         (address, readiness)
-    }
-
-    /// Returns the status, the head and the body.
-    async fn send(address: SocketAddr, method: &str, path: &str) -> (u16, String, String) {
-        let mut stream = TcpStream::connect(address).await.unwrap();
-        request(&mut stream, method, path).await;
-        let response = read(stream).await;
-        let (head, body) = response.split_once("\r\n\r\n").unwrap();
-        (head[9..12].parse().unwrap(), head.into(), body.into())
     }
 
     async fn request(stream: &mut TcpStream, method: &str, path: &str) {
@@ -362,14 +355,14 @@ mod tests {
     async fn serves_liveness_and_readiness() {
         let (address, readiness) = start().await;
         let condition = readiness.condition("listeners", "not bound");
-        let (status, _, body) = send(address, "GET", "/ready").await;
+        let (status, _, body) = send(address, "GET", "/ready", "").await;
         assert_eq!((status, body.as_str()), (503, "listeners: not bound\n"));
         condition.send_replace(None);
-        let (status, _, body) = send(address, "GET", "/ready").await;
+        let (status, _, body) = send(address, "GET", "/ready", "").await;
         assert_eq!((status, body.as_str()), (200, "ready\n"));
         readiness.drain();
-        assert_eq!(send(address, "GET", "/ready").await.0, 503);
-        let (status, _, body) = send(address, "GET", "/live").await;
+        assert_eq!(send(address, "GET", "/ready", "").await.0, 503);
+        let (status, _, body) = send(address, "GET", "/live", "").await;
         assert_eq!((status, body.as_str()), (200, "live\n"));
     }
 
@@ -407,28 +400,24 @@ mod tests {
     #[tokio::test]
     async fn serves_metrics_and_further_routes_and_names_them() {
         let (address, _) = start().await;
-        let (status, head, body) = send(address, "GET", "/metrics").await;
+        let (status, head, body) = send(address, "GET", "/metrics", "").await;
         assert_eq!((status, body.as_str()), (200, ""));
         assert!(head.contains("text/plain; version=0.0.4;"), "{head}");
-        let (_, head, body) = send(
-            address,
-            "GET",
-            "/metrics HTTP/1.1\r\naccept: application/openmetrics-text\r\nx:",
-        )
-        .await;
+        let accept = "accept: application/openmetrics-text\r\n";
+        let (_, head, body) = send(address, "GET", "/metrics", accept).await;
         assert_eq!(body, "# EOF\n");
         assert!(
             head.contains("application/openmetrics-text; version=1.0.0;"),
             "{head}"
         );
-        let (status, head, body) = send(address, "GET", "/other").await;
+        let (status, head, body) = send(address, "GET", "/other", "").await;
         assert_eq!((status, body.as_str()), (200, "{}"));
         assert!(head.contains("text/plain"), "{head}");
-        let (status, _, body) = send(address, "GET", "/").await;
+        let (status, _, body) = send(address, "GET", "/", "").await;
         assert!(status == 404 && body.contains("/other"), "{body}");
-        let (status, head, _) = send(address, "POST", "/live").await;
+        let (status, head, _) = send(address, "POST", "/live", "").await;
         assert!(status == 405 && head.contains("allow: GET, HEAD"), "{head}");
-        let (status, _, body) = send(address, "HEAD", "/live").await;
+        let (status, _, body) = send(address, "HEAD", "/live", "").await;
         assert_eq!((status, body.as_str()), (200, ""));
     }
 
@@ -445,7 +434,7 @@ mod tests {
         for _ in 0..2 * MAX_CONNECTIONS {
             silent.push(TcpStream::connect(address).await.unwrap());
         }
-        assert_eq!(send(address, "GET", "/live").await.0, 200);
+        assert_eq!(send(address, "GET", "/live", "").await.0, 200);
         assert!(start.elapsed().is_zero(), "{:?}", start.elapsed());
     }
 
@@ -493,9 +482,7 @@ mod tests {
 
             let mut pending = TcpStream::connect(address).await.unwrap();
             request(&mut pending, "GET", "/slow").await;
-            while release.receiver_count() < 2 {
-                tokio::task::yield_now().await;
-            }
+            until(|| release.receiver_count() >= 2).await;
             let mut others = Vec::new();
             for _ in 0..MAX_CONNECTIONS + 16 {
                 let socket = tokio::net::TcpSocket::new_v4().unwrap();
@@ -507,7 +494,7 @@ mod tests {
                 others.push(stream);
             }
             // The last connection is served, so all others have been accepted.
-            assert_eq!(send(address, "GET", "/live").await.0, 200);
+            assert_eq!(send(address, "GET", "/live", "").await.0, 200);
             release.send(true).unwrap();
             let response = read(pending).await;
             assert!(response.ends_with("done"), "{source}: {response}");

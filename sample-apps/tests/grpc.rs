@@ -4,8 +4,8 @@ mod support;
 
 use diy_mesh_proto::echo::v1::EchoRequest;
 use diy_mesh_proto::echo::v1::echo_service_client::EchoServiceClient;
-use nix::sys::signal::Signal;
-use support::{GRPC_CLIENT, GRPC_SERVER, Process, run};
+use diy_mesh_testkit::process::Signal;
+use support::{GRPC_CLIENT, GRPC_SERVER, run, start, start_server};
 use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 use tonic_health::pb::HealthCheckRequest;
@@ -14,8 +14,8 @@ use tonic_health::pb::health_client::HealthClient;
 
 #[test]
 fn echoes_and_prints_both_methods() {
-    let (mut server, port) = Process::start_server(GRPC_SERVER, &[]);
-    let mut client = Process::start(
+    let (mut server, port) = start_server(GRPC_SERVER, &[]);
+    let mut client = start(
         GRPC_CLIENT,
         &[("ENDPOINT", &format!("http://127.0.0.1:{port}"))],
     );
@@ -61,8 +61,8 @@ fn echoes_and_prints_both_methods() {
 
 #[test]
 fn client_reconnects_after_server_restart() {
-    let (server, port) = Process::start_server(GRPC_SERVER, &[("HOSTNAME", "first")]);
-    let client = Process::start(
+    let (server, port) = start_server(GRPC_SERVER, &[("HOSTNAME", "first")]);
+    let client = start(
         GRPC_CLIENT,
         &[("ENDPOINT", &format!("http://localhost:{port}"))],
     );
@@ -71,7 +71,7 @@ fn client_reconnects_after_server_restart() {
     client.wait_for("Request failed: /echo.v1.EchoService/EchoStream");
     client.wait_for("Request failed: /echo.v1.EchoService/Echo:");
     let port = port.to_string();
-    let _server = Process::start(
+    let _server = start(
         GRPC_SERVER,
         &[
             ("LISTEN_PORT", &port),
@@ -85,7 +85,7 @@ fn client_reconnects_after_server_restart() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn serves_health_and_ends_health_watches_at_shutdown() {
-    let (mut server, port) = Process::start_server(GRPC_SERVER, &[]);
+    let (mut server, port) = start_server(GRPC_SERVER, &[]);
     let mut health = HealthClient::new(connect(port).await);
     for service in ["", "echo.v1.EchoService"] {
         let request = HealthCheckRequest {
@@ -122,7 +122,7 @@ async fn serves_health_and_ends_health_watches_at_shutdown() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn fail_rate_fails_messages() {
-    let (server, port) = Process::start_server(GRPC_SERVER, &[("FAIL_RATE", "100")]);
+    let (server, port) = start_server(GRPC_SERVER, &[("FAIL_RATE", "100")]);
     let mut echo = EchoServiceClient::new(connect(port).await);
     let request = || EchoRequest {
         message: "x".to_owned(),
@@ -151,7 +151,7 @@ async fn fail_rate_fails_messages() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stream_ends_after_last_client_message() {
-    let (_server, port) = Process::start_server(GRPC_SERVER, &[]);
+    let (_server, port) = start_server(GRPC_SERVER, &[]);
     let mut echo = EchoServiceClient::new(connect(port).await);
     let messages = tokio_stream::iter((0..100).map(|n| EchoRequest {
         message: n.to_string(),

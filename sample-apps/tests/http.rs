@@ -4,15 +4,16 @@ mod support;
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
-use support::{HTTP_CLIENT, HTTP_SERVER, Process, TEST_TIMEOUT, free_port, run};
+use diy_mesh_testkit::process::Signal;
+use diy_mesh_testkit::skip;
+use diy_mesh_testkit::wait::{TEST_TIMEOUT, eventually_blocking};
+use support::{HTTP_CLIENT, HTTP_SERVER, free_port, run, start, start_server};
 
 #[test]
 fn client_and_server_print_the_exchange() {
-    let (mut server, port) = Process::start_server(HTTP_SERVER, &[]);
-    let mut client = Process::start(
+    let (mut server, port) = start_server(HTTP_SERVER, &[]);
+    let mut client = start(
         HTTP_CLIENT,
         &[("ENDPOINT", &format!("http://127.0.0.1:{port}/hello"))],
     );
@@ -49,7 +50,7 @@ fn client_and_server_print_the_exchange() {
 
 #[test]
 fn dump_shows_canonical_header_names_and_all_values() {
-    let (server, port) = Process::start_server(HTTP_SERVER, &[]);
+    let (server, port) = start_server(HTTP_SERVER, &[]);
     let message = "POST /hello?a=1 HTTP/1.1\r\nhOST: odd\r\nX-One: 1\r\nAccept: */*\r\nx-oNE: 2\r\nContent-Length: 5\r\n\r\nhowdy";
     let response = exchange(
         "127.0.0.1",
@@ -66,7 +67,7 @@ fn dump_shows_canonical_header_names_and_all_values() {
 
 #[test]
 fn returns_404_for_other_paths() {
-    let (_server, port) = Process::start_server(HTTP_SERVER, &[]);
+    let (_server, port) = start_server(HTTP_SERVER, &[]);
     let response = exchange(
         "127.0.0.1",
         port,
@@ -80,11 +81,9 @@ fn returns_404_for_other_paths() {
 
 #[test]
 fn serves_ipv6() {
-    let (_server, port) = Process::start_server(HTTP_SERVER, &[]);
+    let (_server, port) = start_server(HTTP_SERVER, &[]);
     if TcpListener::bind("[::1]:0").is_err() {
-        assert!(std::env::var_os("CI").is_none(), "CI machines have IPv6");
-        println!("skipped: this machine has no IPv6");
-        return;
+        return skip("this machine has no IPv6");
     }
     let response = exchange(
         "::1",
@@ -96,7 +95,7 @@ fn serves_ipv6() {
 
 #[test]
 fn fail_rate_fails_requests() {
-    let (server, port) = Process::start_server(HTTP_SERVER, &[("FAIL_RATE", "100")]);
+    let (server, port) = start_server(HTTP_SERVER, &[("FAIL_RATE", "100")]);
     let response = exchange(
         "127.0.0.1",
         port,
@@ -115,7 +114,7 @@ fn fail_rate_fails_requests() {
 
 #[test]
 fn responses_have_a_delay_that_requests_change() {
-    let (server, port) = Process::start_server(HTTP_SERVER, &[("DELAY_MS", "60000")]);
+    let (server, port) = start_server(HTTP_SERVER, &[("DELAY_MS", "60000")]);
     let mut delayed = connect("127.0.0.1", port);
     delayed
         .write_all(b"GET /hello HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -146,7 +145,7 @@ fn responses_have_a_delay_that_requests_change() {
 
 #[test]
 fn shutdown_completes_requests_in_flight() {
-    let (mut server, port) = Process::start_server(HTTP_SERVER, &[]);
+    let (mut server, port) = start_server(HTTP_SERVER, &[]);
     let mut idle = connect("127.0.0.1", port);
     idle.write_all(b"GET /hello HTTP/1.1\r\nHost: a\r\n\r\n")
         .expect("sent");
@@ -162,11 +161,10 @@ fn shutdown_completes_requests_in_flight() {
     let mut rest = Vec::new();
     idle.read_to_end(&mut rest).expect("closed normally");
     assert!(rest.is_empty(), "idle connections are closed");
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while TcpStream::connect(("127.0.0.1", port)).is_ok() {
-        assert!(Instant::now() < deadline, "the port is still open");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    eventually_blocking("the port is closed", || {
+        let connected = TcpStream::connect(("127.0.0.1", port));
+        connected.is_err().then_some(()).ok_or("it is open")
+    });
     assert!(!server.has_exited(), "a request is in flight");
     busy.write_all(b"hello").expect("sent");
     let mut response = String::new();
@@ -177,7 +175,7 @@ fn shutdown_completes_requests_in_flight() {
 
 #[test]
 fn serves_http2_with_prior_knowledge() {
-    let (_server, port) = Process::start_server(HTTP_SERVER, &[]);
+    let (_server, port) = start_server(HTTP_SERVER, &[]);
     let mut stream = connect("127.0.0.1", port);
     // The preface and an empty SETTINGS frame. The response is a SETTINGS frame: length, then
     // type 4.
@@ -193,7 +191,7 @@ fn serves_http2_with_prior_knowledge() {
 fn client_reuses_connection_and_sends_host_of_url() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = listener.local_addr().expect("bound").port();
-    let client = Process::start(
+    let client = start(
         HTTP_CLIENT,
         &[("ENDPOINT", &format!("http://localhost:{port}/a?b=c"))],
     );
@@ -219,7 +217,7 @@ fn client_reuses_connection_and_sends_host_of_url() {
 #[test]
 fn client_prints_errors_and_continues() {
     let port = free_port();
-    let mut client = Process::start(
+    let mut client = start(
         HTTP_CLIENT,
         &[("ENDPOINT", &format!("http://127.0.0.1:{port}/hello"))],
     );
@@ -269,7 +267,7 @@ fn rejects_invalid_configuration_with_exit_code_2() {
 
 #[test]
 fn empty_variables_mean_the_defaults() {
-    let (server, _) = Process::start_server(HTTP_SERVER, &[("FAIL_RATE", " "), ("VERSION", "")]);
+    let (server, _) = start_server(HTTP_SERVER, &[("FAIL_RATE", " "), ("VERSION", "")]);
     let version = env!("CARGO_PKG_VERSION");
     assert!(
         server
@@ -280,7 +278,7 @@ fn empty_variables_mean_the_defaults() {
 
 #[test]
 fn names_port_in_use() {
-    let (_server, port) = Process::start_server(HTTP_SERVER, &[]);
+    let (_server, port) = start_server(HTTP_SERVER, &[]);
     let (code, _, report) = run(HTTP_SERVER, &[], &[("LISTEN_PORT", &port.to_string())]);
     assert_eq!(code, 1);
     assert!(

@@ -1,17 +1,18 @@
 //! `mesh dashboard` as a process, and what it tells its page.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use diy_mesh_testkit::process::Process;
 use serde_json::Value;
 
 use crate::cluster::wait_for;
 
 /// A running `mesh dashboard`. Dropping it ends the process.
 pub struct Dashboard {
-    process: Child,
+    _process: Process,
     host: String,
     token: String,
 }
@@ -19,20 +20,17 @@ pub struct Dashboard {
 impl Dashboard {
     /// Starts `mesh dashboard` by a command without its last arguments.
     pub fn start(mut command: Command) -> Result<Self> {
-        command.arg("--no-open").stdout(Stdio::piped());
-        let mut started = Self {
-            process: command.spawn().context("cannot start mesh dashboard")?,
-            host: String::new(),
-            token: String::new(),
-        };
-        let output = started.process.stdout.take().context("it is piped")?;
-        let mut url = String::new();
-        BufReader::new(output).read_line(&mut url)?;
-        let parts = url.trim().strip_prefix("http://");
+        let process = Process::with_stdout(command.arg("--no-open"));
+        let url = process.lines().next().unwrap_or_default();
+        let parts = url.strip_prefix("http://");
         let parts = parts.and_then(|rest| rest.split_once("/#token="));
         let (host, token) = parts.with_context(|| format!("no URL: {url:?}"))?;
-        (started.host, started.token) = (host.to_owned(), token.to_owned());
-        Ok(started)
+        let (host, token) = (host.to_owned(), token.to_owned());
+        Ok(Self {
+            _process: process,
+            host,
+            token,
+        })
     }
 
     /// Waits until the page has exactly these Services with workloads of other names.
@@ -58,13 +56,5 @@ impl Dashboard {
         let (head, body) = parts.context("the response has an end")?;
         ensure!(head.starts_with("HTTP/1.1 200 "), "{response}");
         serde_json::from_str(body).with_context(|| format!("the body is JSON: {body}"))
-    }
-}
-
-impl Drop for Dashboard {
-    fn drop(&mut self) {
-        // It may have ended already.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
     }
 }

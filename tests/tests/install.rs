@@ -9,6 +9,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use diy_mesh::install::{self, Values};
 use diy_mesh_sandbox::manifest;
+use diy_mesh_testkit::skip;
 use diy_mesh_tests::repository::root;
 use serde_json::Value;
 
@@ -115,12 +116,10 @@ fn template(namespace: &str, values: &str) -> Result<Option<Result<String>>> {
 /// The output of a program, or `None` if it does not exist, except with `CI=true`.
 fn output(mut program: Command, name: &str, input: &str) -> Result<Option<String>> {
     let pipes = program.stdin(Stdio::piped()).stdout(Stdio::piped());
-    let child = pipes.stderr(Stdio::piped()).spawn();
-    if child.is_err() && env::var_os("CI").is_none() {
-        writeln!(std::io::stderr(), "skipped: requires {name}")?;
+    let Ok(mut child) = pipes.stderr(Stdio::piped()).spawn() else {
+        skip(format!("{name} is missing"));
         return Ok(None);
-    }
-    let mut child = child.with_context(|| format!("cannot start {name}"))?;
+    };
     child
         .stdin
         .take()

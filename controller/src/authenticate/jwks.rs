@@ -124,48 +124,14 @@ fn read(path: &Path) -> Result<Keys, JwksError> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::{SystemTime, UNIX_EPOCH};
-
-    use jsonwebtoken::jwk::Jwk;
+    use diy_mesh_testkit::tokens::{Signer, now};
     use jsonwebtoken::{Algorithm, EncodingKey, Header};
     use serde_json::{Value, json};
 
     use super::*;
 
-    struct Issuer {
-        key: EncodingKey,
-        id: &'static str,
-    }
-
-    impl Issuer {
-        fn new(id: &'static str) -> Issuer {
-            let pair = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).unwrap();
-            Issuer {
-                key: EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).unwrap(),
-                id,
-            }
-        }
-
-        fn jwk(&self) -> Value {
-            let mut jwk = Jwk::from_encoding_key(&self.key, Algorithm::ES256).unwrap();
-            jwk.common.key_id = Some(self.id.to_owned());
-            serde_json::to_value(jwk).unwrap()
-        }
-
-        fn sign(&self, claims: &Value) -> String {
-            let header = Header {
-                kid: Some(self.id.to_owned()),
-                ..Header::new(Algorithm::ES256)
-            };
-            jsonwebtoken::encode(&header, claims, &self.key).unwrap()
-        }
-    }
-
     fn claims(changes: &[(&str, Value)]) -> Value {
-        let now = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap()
-            .as_secs();
+        let now = now();
         let mut claims = json!({"iss": "us", "aud": ["diy-service-mesh"], "sub": "system:serviceaccount:a:b", "nbf": now, "exp": now + 600});
         for (claim, value) in changes {
             claims[*claim] = value.clone();
@@ -192,8 +158,8 @@ mod tests {
     #[test]
     fn accepts_valid_token_with_subject_and_expiry() {
         let dir = tempfile::tempdir().unwrap();
-        let (path, issuer) = (dir.path().join("jwks.json"), Issuer::new("k"));
-        write(&path, &[Issuer::new("other").jwk(), issuer.jwk()]);
+        let (path, issuer) = (dir.path().join("jwks.json"), Signer::named("k"));
+        write(&path, &[Signer::named("other").jwk(), issuer.jwk()]);
         let jwks = Jwks::open(&path, Some("us".into())).unwrap();
         let claims = claims(&[]);
         let accepted = jwks.verify(&issuer.sign(&claims)).unwrap();
@@ -213,7 +179,7 @@ mod tests {
     #[test]
     fn returns_the_pod_of_a_bound_token() {
         let dir = tempfile::tempdir().unwrap();
-        let (path, issuer) = (dir.path().join("jwks.json"), Issuer::new("k"));
+        let (path, issuer) = (dir.path().join("jwks.json"), Signer::named("k"));
         write(&path, &[issuer.jwk()]);
         let jwks = Jwks::open(&path, None).unwrap();
         let pod = |kubernetes: Value| {
@@ -247,7 +213,7 @@ mod tests {
     #[test]
     fn rejects_invalid_claims_with_their_names() {
         let dir = tempfile::tempdir().unwrap();
-        let (path, issuer) = (dir.path().join("jwks.json"), Issuer::new("k"));
+        let (path, issuer) = (dir.path().join("jwks.json"), Signer::named("k"));
         write(&path, &[issuer.jwk()]);
         let jwks = Jwks::open(&path, Some("us".into())).unwrap();
         let now = claims(&[])["nbf"].as_u64().unwrap();
@@ -276,8 +242,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (path, issuer, other_issuer) = (
             dir.path().join("jwks.json"),
-            Issuer::new("k"),
-            Issuer::new("k"),
+            Signer::named("k"),
+            Signer::named("k"),
         );
         let shared = json!({"kty": "oct", "k": "c2VjcmV0", "kid": "k", "alg": "HS256"});
         write(&path, &[shared.clone(), issuer.jwk()]);
@@ -297,10 +263,8 @@ mod tests {
         );
         assert!(reason(&jwks, &unsigned).contains("algorithm"));
         assert!(reason(&jwks, "rubbish").contains("JWT"));
-        let other_id = Issuer {
-            key: issuer.key.clone(),
-            id: "another",
-        };
+        let mut other_id = issuer.clone();
+        other_id.id = Some("another".into());
         assert!(reason(&jwks, &other_id.sign(&claims(&[]))).contains("key ID"));
         write(&path, &[shared]);
         assert!(
@@ -317,8 +281,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (path, old, new) = (
             dir.path().join("jwks.json"),
-            Issuer::new("old"),
-            Issuer::new("new"),
+            Signer::named("old"),
+            Signer::named("new"),
         );
         write(&path, &[old.jwk()]);
         let jwks = Jwks::open(&path, None).unwrap();

@@ -2,9 +2,8 @@
 
 use std::time::{Duration, SystemTime};
 
-use rcgen::{
-    BasicConstraints, CertificateParams, DnType, IsCa, KeyPair, KeyUsagePurpose, SignatureAlgorithm,
-};
+use diy_mesh_testkit::authority::ca;
+use rcgen::{CertificateParams, KeyPair, SignatureAlgorithm};
 
 use super::state::Fields;
 
@@ -27,11 +26,7 @@ pub(super) fn operator_ca(
     algorithm: &'static SignatureAlgorithm,
     change: impl FnOnce(&mut CertificateParams),
 ) -> TestCa {
-    let mut params = CertificateParams::default();
-    params.distinguished_name = rcgen::DistinguishedName::new();
-    params.distinguished_name.push(DnType::CommonName, name);
-    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    let mut params = ca(name);
     params.not_before = start().into();
     params.not_after = (start() + YEAR).into();
     change(&mut params);

@@ -1,10 +1,10 @@
 //! An API server whose responses the test writes.
 
-use std::time::Duration;
-
+use diy_mesh_testkit::net::{listen, read_until};
+use diy_mesh_testkit::wait::soon;
 use kube::{Client, Config};
 use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 
@@ -13,9 +13,6 @@ use super::objects::Context;
 use super::watch::Timing;
 use crate::index::object::{Change, Event};
 use crate::index::position::Requests;
-
-/// Longer than anything takes.
-const DEADLINE: Duration = Duration::from_secs(20);
 
 /// What the watches of a [`Server`] need.
 pub struct Cluster {
@@ -60,8 +57,8 @@ impl Server {
     }
 
     pub(super) async fn start(timing: Timing) -> (Server, Cluster) {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
+        let (listener, address) = listen().await;
+        let url = format!("http://{address}");
         let (sender, changes) = mpsc::channel(16);
         let freshness = Freshness::default();
         let (requests, known) = watch::channel(Requests::default());
@@ -115,13 +112,10 @@ impl Server {
     }
 
     async fn accept(&self) -> (TcpStream, String) {
-        let accepted = tokio::time::timeout(DEADLINE, self.listener.accept()).await;
-        let (stream, _) = accepted.expect("another request").unwrap();
-        let mut lines = BufReader::new(stream).lines();
-        let first = lines.next_line().await.unwrap().unwrap();
-        while !lines.next_line().await.unwrap().unwrap().is_empty() {}
-        let target = first.split(' ').nth(1).unwrap();
-        (lines.into_inner().into_inner(), target.to_owned())
+        let (mut stream, _) = soon(self.listener.accept()).await.unwrap();
+        let head = read_until(&mut stream, "\r\n\r\n").await;
+        let target = head.split(' ').nth(1).unwrap();
+        (stream, target.to_owned())
     }
 
     /// Leaves the next request without a response.
@@ -185,8 +179,7 @@ impl Server {
 
     /// The next change in a few words, and its version.
     pub async fn event(&mut self) -> (String, Option<u64>) {
-        let event = tokio::time::timeout(DEADLINE, self.changes.recv()).await;
-        let event = event.expect("another change").unwrap();
+        let event = soon(self.changes.recv()).await.unwrap();
         let text = match event.change {
             Change::Apply(object) => format!("apply {}", object.key()),
             Change::Delete(kind, key) => format!("delete {kind} {key}"),

@@ -324,7 +324,8 @@ mod tests {
     use super::*;
     use crate::authority::{Roots, self_signed};
     use crate::issuer::Issuer;
-    use crate::routes::testing::Log;
+    use crate::routes::testing::subscriber;
+    use diy_mesh_testkit::output::Output;
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {
         proto::Subscribe {
@@ -374,7 +375,7 @@ mod tests {
 
     #[test]
     fn exceptions_of_a_hostile_proxy_are_ignored_and_logged_once() {
-        let log = Log::default();
+        let log = Output::default();
         let caller = crate::authenticate::Caller {
             user: "system:serviceaccount:shop:web".into(),
             pod: None,
@@ -398,7 +399,7 @@ mod tests {
         };
         let mut has_exceeded = false;
         let mut set = |exceptions| set_exceptions(&exceptions, &mut has_exceeded, &proxy);
-        tracing::subscriber::with_default(log.subscriber(), || {
+        tracing::subscriber::with_default(subscriber(&log), || {
             set(of(2, "shop/cart:80".into()));
             assert_eq!(stored(), Some(2));
             for hostile in [of(1, "x".repeat(100_000)), of(65, String::new())] {

@@ -119,7 +119,8 @@ mod tests {
     use super::*;
     use crate::authenticate::{Caller, PodRef};
     use crate::proxies::Proxies;
-    use crate::routes::testing::Log;
+    use crate::routes::testing::subscriber;
+    use diy_mesh_testkit::output::Output;
 
     const NOW: u64 = 1_800_000_000;
 
@@ -174,13 +175,13 @@ mod tests {
 
     #[test]
     fn rejections_of_a_hostile_proxy_are_one_short_line_of_the_log_and_one_event() {
-        let log = Log::default();
+        let log = Output::default();
         let rejection = Acknowledgement {
             rejection: format!("x\n2026 ERROR forged\r\u{1b}[2J{}", "y".repeat(100_000)),
             r#type: 77,
             ..Acknowledgement::default()
         };
-        let events = tracing::subscriber::with_default(log.subscriber(), || {
+        let events = tracing::subscriber::with_default(subscriber(&log), || {
             told(async |told| (0..1_000).for_each(|_| told.acknowledged(&rejection)))
         });
         let [event] = &events[..] else {

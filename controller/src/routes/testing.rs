@@ -1,10 +1,10 @@
 //! An API server in memory for tests: objects by path, optimistic concurrency, status
-//! subresources, and failures. A log that tests read.
+//! subresources, and failures.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use diy_mesh_testkit::output::Output;
 use http::{Method, Request, Response};
 use http_body_util::BodyExt;
 use kube::Client;
@@ -242,28 +242,9 @@ pub(crate) fn accepted(holds: bool) -> Condition {
     Condition::new("Accepted", holds, reason, String::new())
 }
 
-/// A log that tests read.
-#[derive(Clone, Default)]
-pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    pub(crate) fn subscriber(&self) -> impl tracing::Subscriber + Send + Sync + 'static {
-        let log = self.clone();
-        let lines = tracing_subscriber::fmt().with_ansi(false);
-        lines.with_writer(move || log.clone()).finish()
-    }
-
-    pub(crate) fn text(&self) -> String {
-        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
-    }
-}
-
-impl Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
+/// Writes a log to an output.
+pub(crate) fn subscriber(log: &Output) -> impl tracing::Subscriber + Send + Sync + 'static {
+    let log = log.clone();
+    let lines = tracing_subscriber::fmt().with_ansi(false);
+    lines.with_writer(move || log.clone()).finish()
 }

@@ -4,7 +4,7 @@
 
 use std::net::SocketAddr;
 use std::path::Path;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use diy_mesh_controller::authority::TrustSender;
 use diy_mesh_controller::config::{Authenticator, Storage};
@@ -12,21 +12,18 @@ use diy_mesh_controller::{Config, Controller, Error};
 use diy_mesh_proto::CAPABILITIES_METADATA;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
-use jsonwebtoken::jwk::{Jwk, JwkSet};
-use jsonwebtoken::{Algorithm, EncodingKey, Header};
+use diy_mesh_testkit::http::get;
+use diy_mesh_testkit::tokens::{Signer, now};
+use diy_mesh_testkit::wait::soon;
 use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update;
 use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Request, Status, Streaming};
-
-/// Longer than anything takes, so that what never comes fails the test instead of holding it up.
-pub const DEADLINE: Duration = Duration::from_secs(20);
 
 /// A folder for a controller's files, in memory where there is such a place: what it writes it has
 /// on the disk before it goes on, and a disk may be busy for seconds.
@@ -40,46 +37,9 @@ pub fn scratch() -> tempfile::TempDir {
     .unwrap()
 }
 
-/// Who signs the tokens.
-pub struct Issuer {
-    key: EncodingKey,
-    id: String,
-}
-
-impl Issuer {
-    pub fn new(id: &str) -> Issuer {
-        let pair = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).unwrap();
-        Issuer {
-            key: EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).unwrap(),
-            id: id.into(),
-        }
-    }
-
-    pub fn jwks(&self) -> String {
-        let mut jwk = Jwk::from_encoding_key(&self.key, Algorithm::ES256).unwrap();
-        jwk.common.key_id = Some(self.id.clone());
-        serde_json::to_string(&JwkSet { keys: vec![jwk] }).unwrap()
-    }
-
-    pub fn sign(&self, claims: &Value) -> String {
-        let header = Header {
-            kid: Some(self.id.clone()),
-            ..Header::new(Algorithm::ES256)
-        };
-        jsonwebtoken::encode(&header, claims, &self.key).unwrap()
-    }
-
-    pub fn token(&self) -> String {
-        self.sign(&claims())
-    }
-}
-
 /// The claims of a token that is good.
 pub fn claims() -> Value {
-    let now = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap()
-        .as_secs();
+    let now = now();
     json!({
         "iss": "https://issuer.test", "aud": ["diy-service-mesh"], "sub": "system:serviceaccount:shop:web",
         "iat": now, "nbf": now, "exp": now + 3600,
@@ -89,7 +49,7 @@ pub fn claims() -> Value {
 
 /// A controller and its files.
 pub struct Sandbox {
-    pub issuer: Issuer,
+    pub issuer: Signer,
     pub address: SocketAddr,
     pub admin: SocketAddr,
     pub authority: TrustSender,
@@ -109,7 +69,7 @@ impl Sandbox {
         change: impl FnOnce(&mut Config),
     ) -> Sandbox {
         let dir = scratch();
-        let issuer = Issuer::new("first");
+        let issuer = Signer::named("first");
         std::fs::create_dir(dir.path().join("catalog")).unwrap();
         std::fs::create_dir(dir.path().join("ca")).unwrap();
         for (name, text) in manifests {
@@ -128,10 +88,7 @@ impl Sandbox {
         let running = tokio::spawn(controller.run(async {
             let _ = stopped.await;
         }));
-        let authority = tokio::time::timeout(DEADLINE, kept.loaded())
-            .await
-            .expect("there is an authority")
-            .unwrap();
+        let authority = soon(kept.loaded()).await.unwrap();
         Sandbox {
             issuer,
             address,
@@ -157,11 +114,7 @@ impl Sandbox {
     }
 
     pub async fn ended(self) {
-        tokio::time::timeout(DEADLINE, self.running)
-            .await
-            .expect("the controller ends")
-            .unwrap()
-            .unwrap();
+        soon(self.running).await.unwrap().unwrap();
     }
 
     pub async fn channel(&self) -> Channel {
@@ -177,7 +130,7 @@ impl Sandbox {
     pub async fn client(&self) -> Client {
         Client {
             client: ServiceMeshServiceClient::new(self.channel().await),
-            token: Some(self.issuer.token()),
+            token: Some(self.issuer.sign(&claims())),
             announced: None,
         }
     }
@@ -220,24 +173,6 @@ pub async fn connect(address: SocketAddr, roots: &str) -> Result<Channel, tonic:
         .unwrap()
         .connect()
         .await
-}
-
-/// A GET, and what it answers.
-pub async fn get(address: SocketAddr, path: &str) -> (u16, String) {
-    let mut connection = tokio::net::TcpStream::connect(address).await.unwrap();
-    connection
-        .write_all(
-            format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").as_bytes(),
-        )
-        .await
-        .unwrap();
-    let mut text = String::new();
-    connection.read_to_string(&mut text).await.unwrap();
-    let (head, body) = text.split_once("\r\n\r\n").unwrap();
-    (
-        head.split(' ').nth(1).unwrap().parse().unwrap(),
-        body.to_owned(),
-    )
 }
 
 pub fn config(dir: &Path) -> Config {
@@ -400,9 +335,7 @@ impl Discover {
     }
 
     pub async fn answer(&mut self) -> Result<proto::DiscoverResponse, Status> {
-        let answer = tokio::time::timeout(DEADLINE, self.answers.message())
-            .await
-            .expect("an answer comes")?;
+        let answer = soon(self.answers.message()).await?;
         Ok(answer.expect("the stream goes on"))
     }
 

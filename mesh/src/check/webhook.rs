@@ -175,25 +175,11 @@ pub(super) fn injection(facts: &Facts) -> Findings<'_> {
 
 #[cfg(test)]
 mod tests {
+    use diy_mesh_testkit::authority::server;
     use k8s_openapi::{ByteString, api::admissionregistration::v1::MutatingWebhookConfiguration};
-    use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 
     use super::super::{Level, facts::testing::unknown_facts};
     use super::*;
-
-    /// A CA certificate and a certificate that it signed, as PEM.
-    fn ca_and_leaf() -> (String, String) {
-        let (ca_key, key) = (KeyPair::generate().unwrap(), KeyPair::generate().unwrap());
-        let mut params = CertificateParams::new([]).unwrap();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let ca = params.self_signed(&ca_key).unwrap();
-        let issuer = Issuer::from_params(&params, &ca_key);
-        let leaf = CertificateParams::new(["injector".to_owned()])
-            .unwrap()
-            .signed_by(&key, &issuer)
-            .unwrap();
-        (ca.pem(), leaf.pem())
-    }
 
     fn facts(bundle: Option<&str>, serving: &str) -> Facts {
         let mut webhooks = expected();
@@ -214,7 +200,8 @@ mod tests {
 
     #[test]
     fn requires_a_ca_bundle_that_verifies_the_serving_certificate() {
-        let ((ca, leaf), (other, _)) = (ca_and_leaf(), ca_and_leaf());
+        let (of_injector, other) = (server("injector"), server("injector").root);
+        let (ca, leaf) = (of_injector.root, of_injector.leaf);
         let level = |bundle: Option<&str>| ca_bundle(&facts(bundle, &leaf)).unwrap()[0].level;
         assert_eq!(level(Some(&ca)), Level::Ok);
         assert_eq!(level(Some(&format!("{other}{ca}"))), Level::Ok);

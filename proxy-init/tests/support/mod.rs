@@ -11,26 +11,11 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::mpsc;
-use std::time::Duration;
 
+use diy_mesh_testkit::wait::TEST_TIMEOUT;
 use nix::sched::{CloneFlags, unshare};
 
-/// Limit for each wait in a test.
-pub const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 pub const PROXY_INIT: &str = env!("CARGO_BIN_EXE_proxy-init");
-
-/// Whether this process may create network namespaces, which requires root. Panics in CI if not.
-pub fn can_create_namespaces() -> bool {
-    let root = nix::unistd::geteuid().is_root();
-    if !root {
-        assert!(
-            std::env::var_os("CI").is_none(),
-            "in CI these tests run as root"
-        );
-        println!("skipped: network namespaces need root");
-    }
-    root
-}
 
 type Job = Box<dyn FnOnce() + Send>;
 

@@ -431,6 +431,7 @@ impl Drop for Open {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use diy_mesh_testkit::wait::until;
 
     impl Worker {
         /// A slot of the application.
@@ -514,18 +515,14 @@ mod tests {
                 ..Policy::default()
             };
             controller.send_replace(Some(Arc::new(strict.clone())));
-            while *worker.policy() != strict {
-                tokio::task::yield_now().await;
-            }
+            until(|| *worker.policy() == strict).await;
             // Also while the last connections end.
             let open = worker.admit(Direction::Inbound, [127, 0, 0, 1].into());
             let open = open.expect("a slot");
             drain.cancel();
             tokio::task::yield_now().await;
             controller.send_replace(Some(Arc::default()));
-            while worker.policy().strict {
-                tokio::task::yield_now().await;
-            }
+            until(|| !worker.policy().strict).await;
             drop(open);
         };
         let both = async { tokio::join!(worker.maintain_until_drained(), change) };

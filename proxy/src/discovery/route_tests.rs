@@ -10,12 +10,13 @@ mod telemetry;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::future::Future;
 use std::net::SocketAddr;
 use std::rc::Rc;
 
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_testkit::net::{connected, listen, read_head, read_until};
+use diy_mesh_testkit::wait::{on_worker, soon, until};
 use http::{Request, Response};
 use proto::acknowledgement::Part;
 use proto::{path_match, path_modifier, route_filter};
@@ -27,7 +28,7 @@ use crate::context::flow::Flow;
 use crate::context::worker::{Worker, WorkerContext};
 use crate::inbound::policy::Caller;
 use crate::path::connection::carry;
-use crate::secure::control::testing::{FakeController, FakeStream, soon};
+use crate::secure::control::testing::{FakeController, FakeStream};
 use crate::secure::io::Io;
 use crate::secure::tls::tests::freeze;
 use crate::upstream::balance::Backend;
@@ -36,15 +37,6 @@ use diy_mesh_model::exchange::Direction;
 mod connections;
 
 const WEB: &str = "10.96.0.7:8080";
-
-/// Runs a test on one thread with a local set, as a worker runs.
-fn on_worker<F: Future<Output = ()>>(test: F) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .unwrap();
-    tokio::task::LocalSet::new().block_on(&runtime, async { soon(test).await });
-}
 
 /// A worker whose destination [`WEB`] has routes.
 struct Mesh {
@@ -133,23 +125,20 @@ impl Mesh {
     }
 
     async fn connect(&self) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let connecting = TcpStream::connect(listener.local_addr().unwrap());
-        let (client, accepted) = tokio::join!(connecting, listener.accept());
-        let (stream, peer) = accepted.unwrap();
+        let (client, stream) = connected().await;
         let flow = Flow {
             called_by: Default::default(),
             counted: Default::default(),
             slot: self.worker.slot(),
             worker: self.worker.clone(),
             direction: Direction::Outbound,
-            peer,
+            peer: stream.peer_addr().unwrap(),
             original: self.destination.address().unwrap(),
             destination: self.destination.clone(),
             caller: Caller::App,
         };
         tokio::task::spawn_local(carry(Io::new(stream), flow));
-        client.unwrap()
+        client
     }
 
     /// Sends an HTTP/1 request on a connection of its own. Returns the response.
@@ -251,8 +240,7 @@ type Requests = Rc<RefCell<Vec<String>>>;
 
 /// An HTTP/1 application that responds with its name.
 async fn app(name: &'static str) -> (SocketAddr, Requests) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     let requests = Requests::default();
     let seen = requests.clone();
     tokio::task::spawn_local(async move {
@@ -260,18 +248,13 @@ async fn app(name: &'static str) -> (SocketAddr, Requests) {
             let (mut stream, _) = listener.accept().await.unwrap();
             let seen = seen.clone();
             tokio::task::spawn_local(async move {
-                let mut head = Vec::new();
-                while let Ok(byte) = stream.read_u8().await {
-                    head.push(byte);
-                    if head.ends_with(b"\r\n\r\n") {
-                        seen.borrow_mut()
-                            .push(String::from_utf8(head.split_off(0)).unwrap());
-                        let response = format!(
-                            "HTTP/1.1 200 OK\r\nX-First: 1\r\nX-Old: 2\r\nContent-Length: {}\r\nX-Last: 3\r\n\r\n{name}",
-                            name.len()
-                        );
-                        stream.write_all(response.as_bytes()).await.unwrap();
-                    }
+                while let Some(head) = read_head(&mut stream).await {
+                    seen.borrow_mut().push(head);
+                    let response = format!(
+                        "HTTP/1.1 200 OK\r\nX-First: 1\r\nX-Old: 2\r\nContent-Length: {}\r\nX-Last: 3\r\n\r\n{name}",
+                        name.len()
+                    );
+                    stream.write_all(response.as_bytes()).await.unwrap();
                 }
             });
         }
@@ -281,8 +264,7 @@ async fn app(name: &'static str) -> (SocketAddr, Requests) {
 
 /// An HTTP/2 application that responds with its name.
 async fn app2(name: &'static str) -> (SocketAddr, Requests) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     let requests = Requests::default();
     let seen = requests.clone();
     tokio::task::spawn_local(async move {
@@ -678,17 +660,9 @@ fn rewrites_host_and_path_in_place() {
     });
 }
 
-/// Yields until the condition is true.
-async fn until(condition: impl Fn() -> bool) {
-    while !condition() {
-        tokio::task::yield_now().await;
-    }
-}
-
 /// An application that accepts connections and never responds, or only begins to.
 async fn silent_app(begins: &'static [u8]) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     tokio::task::spawn_local(async move {
         let mut open = Vec::new();
         loop {
@@ -703,8 +677,7 @@ async fn silent_app(begins: &'static [u8]) -> SocketAddr {
 
 /// An HTTP/2 application whose responses never end.
 async fn endless_app2() -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     tokio::task::spawn_local(async move {
         let (stream, _) = listener.accept().await.unwrap();
         let mut connection = h2::server::handshake(stream).await.unwrap();
@@ -1145,29 +1118,22 @@ fn hostile_routes_are_rejected_with_a_reason() {
 
 /// An HTTP/1 application whose first responses have status 503.
 async fn failing_app(failures: usize) -> (SocketAddr, Rc<RefCell<usize>>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     let requests = Rc::new(RefCell::new(0));
     let count = requests.clone();
     tokio::task::spawn_local(async move {
         loop {
             let (mut stream, _) = listener.accept().await.unwrap();
-            let mut head = Vec::new();
-            while let Ok(byte) = stream.read_u8().await {
-                head.push(byte);
-                if head.ends_with(b"\r\n\r\n") {
-                    *count.borrow_mut() += 1;
-                    let status = if *count.borrow() <= failures {
-                        "503 No"
-                    } else {
-                        "200 OK"
-                    };
-                    let response = format!(
-                        "HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-                    );
-                    stream.write_all(response.as_bytes()).await.unwrap();
-                    break;
-                }
+            if read_head(&mut stream).await.is_some() {
+                *count.borrow_mut() += 1;
+                let status = if *count.borrow() <= failures {
+                    "503 No"
+                } else {
+                    "200 OK"
+                };
+                let response =
+                    format!("HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n");
+                stream.write_all(response.as_bytes()).await.unwrap();
             }
         }
     });
@@ -1205,15 +1171,11 @@ fn rules_retry_the_statuses_that_they_name() {
 fn rules_retry_closed_connections_whatever_the_method() {
     on_worker(async {
         for (attempts, expected) in [(1, "HTTP/1.1 200 "), (0, "HTTP/1.1 502 ")] {
-            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-            let address = listener.local_addr().unwrap();
+            let (listener, address) = listen().await;
             tokio::task::spawn_local(async move {
                 for response in ["", "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"] {
                     let (mut stream, _) = listener.accept().await.unwrap();
-                    let mut head = Vec::new();
-                    while !head.ends_with(b"\r\n\r\n") {
-                        head.push(stream.read_u8().await.unwrap());
-                    }
+                    read_until(&mut stream, "\r\n\r\n").await;
                     stream.write_all(response.as_bytes()).await.unwrap();
                 }
             });

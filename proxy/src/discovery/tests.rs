@@ -11,7 +11,8 @@ use tokio::task::{JoinHandle, JoinSet};
 use super::*;
 use crate::observe::exceptions::{Event, Kind};
 use crate::observe::metrics::{Counted, testing};
-use crate::secure::control::testing::{FakeController, soon};
+use crate::secure::control::testing::FakeController;
+use diy_mesh_testkit::wait::{soon, until};
 
 /// Longer than any test.
 const FOREVER: Duration = Duration::from_secs(3600);
@@ -179,12 +180,7 @@ async fn first_watch_waits_for_an_endpoint_until_the_timeout() {
     let first = proxy.watch(CART);
     stream.request().await;
     stream.respond(CART, "1", service(&[])).await;
-    soon(async {
-        while proxy.metrics.last_message_age().is_none() {
-            tokio::task::yield_now().await;
-        }
-    })
-    .await;
+    soon(until(|| proxy.metrics.last_message_age().is_some())).await;
     let mut second = soon(proxy.watch(CART))
         .await
         .expect("a later watch does not wait");
@@ -546,12 +542,7 @@ async fn each_attempt_sends_the_current_token() {
     std::fs::write(&path, "expired").expect("a file in the temporary folder");
     let mut controller = FakeController::start().await;
     let proxy = Running::start_with_token(controller.address, Some(path.clone()), timing());
-    soon(async {
-        while proxy.metrics.reconnects.get() < 3 {
-            tokio::task::yield_now().await;
-        }
-    })
-    .await;
+    soon(until(|| proxy.metrics.reconnects.get() >= 3)).await;
     unready(&proxy, "request rejected by the controller").await;
     for token in ["first", "second"] {
         // Atomically, as the kubelet does.

@@ -306,6 +306,7 @@ mod tests {
     use std::io::ErrorKind;
 
     use diy_mesh_runtime::admission::Class;
+    use diy_mesh_testkit::net::{connected, listen};
     use tokio::io::AsyncReadExt as _;
 
     use super::*;
@@ -370,10 +371,9 @@ mod tests {
 
     #[tokio::test]
     async fn rejects_connection_without_redirect() {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let (_client, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
-        assert!(original_destination(&accepted.unwrap().0, &[address.port()]).is_err());
+        let (_client, accepted) = connected().await;
+        let port = accepted.local_addr().unwrap().port();
+        assert!(original_destination(&accepted, &[port]).is_err());
     }
 
     #[tokio::test]
@@ -384,8 +384,7 @@ mod tests {
         };
         let metrics = context.metrics.clone();
         let worker = Worker::new(context);
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         let open = worker
             .admit(Direction::Inbound, [127, 0, 0, 1].into())
             .unwrap();

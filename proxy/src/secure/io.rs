@@ -326,16 +326,12 @@ pub(crate) mod tests {
     use std::future::poll_fn;
 
     use super::*;
+    use diy_mesh_testkit::net::connected;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    use tokio::net::TcpListener;
 
     pub(crate) async fn pair() -> (Io, TcpStream) {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (near, far) = tokio::join!(
-            TcpStream::connect(listener.local_addr().unwrap()),
-            listener.accept()
-        );
-        (Io::new(near.unwrap()), far.unwrap().0)
+        let (near, far) = connected().await;
+        (Io::new(near), far)
     }
 
     #[tokio::test]

@@ -187,17 +187,14 @@ impl Transfer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use diy_mesh_testkit::net::connected;
     use std::future::pending;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    use tokio::net::{TcpListener, TcpStream};
+    use tokio::net::TcpStream;
 
     async fn pair() -> (TcpStream, Io) {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (near, far) = tokio::join!(
-            TcpStream::connect(listener.local_addr().unwrap()),
-            listener.accept()
-        );
-        (near.unwrap(), Io::new(far.unwrap().0))
+        let (near, far) = connected().await;
+        (near, Io::new(far))
     }
 
     async fn copy(mut client: Io, mut server: Io) -> Copied {

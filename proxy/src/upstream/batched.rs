@@ -335,7 +335,7 @@ impl AsyncWrite for Batched {
 
 #[cfg(test)]
 mod tests {
-    use tokio::net::{TcpListener, TcpStream};
+    use diy_mesh_testkit::net::connected;
 
     use super::*;
     use crate::limits::memory::Holder;
@@ -343,9 +343,8 @@ mod tests {
 
     #[tokio::test]
     async fn bodies_wait_while_the_queue_is_full_or_the_memory_is_short() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let stream = TcpStream::connect(address).await.unwrap();
+        let (stream, far) = connected().await;
+        let address = far.local_addr().unwrap();
         let admission = Admission::new(2);
         admission.resize(2, 1024 * 1024);
         let slot = |holder: Holder| Rc::new(admission.admit(&holder.path()).expect("a slot"));

@@ -26,9 +26,11 @@ use std::process::{Child, Command, Stdio};
 use std::sync::LazyLock;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
+use diy_mesh_testkit::skip;
+use diy_mesh_testkit::wait::{TEST_TIMEOUT, eventually_blocking};
 use floods::{is_ready, start_controller};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -37,22 +39,12 @@ use secure::control::testing::Mounted;
 const MIB: u64 = 1024 * 1024;
 /// The memory limit of the proxy.
 const LIMIT: u64 = 64 * MIB;
-const DEADLINE: Duration = Duration::from_secs(60);
 /// The group of the proxy, whose connections are not redirected.
 const PROXY_GROUP: u32 = 1337;
 /// The address of the application, behind the proxy: that of a pod.
 const APP: ([u8; 4], u16) = ([10, 0, 0, 1], 9999);
 /// The port of a Service, as the application uses it.
 const SERVICE: u16 = 30_000;
-
-/// Why this machine cannot run the test. In CI it must.
-fn skip(reason: &str) {
-    assert!(
-        std::env::var_os("CI").is_none_or(|value| value != "true"),
-        "CI must be able to run this: {reason}"
-    );
-    eprintln!("SKIPPED: {reason}");
-}
 
 fn run(command: &str) -> Result<(), String> {
     let mut words = command.split(' ');
@@ -148,11 +140,7 @@ impl Proxy {
     }
 
     fn wait(&self, what: &str, condition: impl Fn() -> bool) {
-        let deadline = Instant::now() + DEADLINE;
-        while !condition() {
-            assert!(Instant::now() < deadline, "timed out waiting: {what}");
-            std::thread::yield_now();
-        }
+        eventually_blocking(what, || condition().then_some(()).ok_or("not yet"));
     }
 }
 
@@ -174,8 +162,8 @@ fn connect_to(number: usize, port: u16) -> std::io::Result<TcpStream> {
     socket.bind(&SocketAddr::from((source, 0)).into())?;
     socket.connect(&SocketAddr::from((APP.0, port)).into())?;
     let stream = TcpStream::from(socket);
-    stream.set_read_timeout(Some(DEADLINE))?;
-    stream.set_write_timeout(Some(DEADLINE))?;
+    stream.set_read_timeout(Some(TEST_TIMEOUT))?;
+    stream.set_write_timeout(Some(TEST_TIMEOUT))?;
     Ok(stream)
 }
 

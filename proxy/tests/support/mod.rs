@@ -24,21 +24,19 @@ use diy_mesh_proxy::observe::metrics::Metrics;
 use diy_mesh_proxy::path::connection::carry;
 use diy_mesh_proxy::secure::io::Io;
 use diy_mesh_proxy::upstream::balance::Backend;
+use diy_mesh_testkit::metrics;
+use diy_mesh_testkit::net::{connected, read_head};
+use diy_mesh_testkit::wait::{TEST_TIMEOUT, on_worker_within};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadBuf};
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
-
-/// The timeout of a test.
-pub const TEST_TIMEOUT: Duration = Duration::from_secs(20);
-
-/// Runs a test on one thread with a local set, as a worker runs.
-pub fn on_worker<F: Future<Output = ()>>(test: F) {
-    run(test, false, TEST_TIMEOUT);
-}
 
 /// Like [`on_worker`], with paused time: timers fire as soon as the runtime is idle.
 pub fn on_worker_without_waiting<F: Future<Output = ()>>(test: F) {
-    run(test, true, Duration::from_secs(3600));
+    on_worker_within(Duration::from_secs(3600), async {
+        tokio::time::pause();
+        test.await;
+    });
 }
 
 /// Like [`on_worker`], for tests that call [`jump`]. Their timeout uses real time.
@@ -54,7 +52,7 @@ pub fn on_worker_with_jumps<F: Future<Output = ()>>(test: F) {
             _ = expired => panic!("the test timed out"),
         }
     };
-    run(test, false, Duration::MAX);
+    on_worker_within(Duration::MAX, test);
 }
 
 /// Advances the time of all timers.
@@ -62,27 +60,6 @@ pub async fn jump(by: Duration) {
     tokio::time::pause();
     tokio::time::advance(by).await;
     tokio::time::resume();
-}
-
-/// Yields to other tasks until the condition is true.
-pub async fn until(condition: impl Fn() -> bool) {
-    while !condition() {
-        tokio::task::yield_now().await;
-    }
-}
-
-fn run<F: Future<Output = ()>>(test: F, paused: bool, test_timeout: Duration) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .start_paused(paused)
-        .build()
-        .unwrap();
-    let local = tokio::task::LocalSet::new();
-    local.block_on(&runtime, async {
-        tokio::time::timeout(test_timeout, test)
-            .await
-            .expect("the test timed out")
-    });
 }
 
 pub struct Mesh {
@@ -171,12 +148,8 @@ impl Mesh {
         caller: Caller,
         lifetime: Option<Lifetime>,
     ) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (client, accepted) = tokio::join!(
-            TcpStream::connect(listener.local_addr().unwrap()),
-            listener.accept()
-        );
-        let (stream, peer) = accepted.unwrap();
+        let (client, stream) = connected().await;
+        let peer = stream.peer_addr().unwrap();
         let holder = match (direction, &caller) {
             (Direction::Outbound, _) => Holder::App,
             (_, Caller::Peer(identity)) => Holder::Peer(identity.clone()),
@@ -199,7 +172,7 @@ impl Mesh {
             io.set_lifetime(lifetime);
         }
         tokio::task::spawn_local(async move { slot.run(pin!(carry(io, flow))).await });
-        client.unwrap()
+        client
     }
 
     /// The number of open inbound connections whose peer's certificate has expired.
@@ -217,27 +190,14 @@ impl Mesh {
 
     /// The number of requests with all of these labels.
     pub fn requests(&self, labels: &[&str]) -> u64 {
-        let page = self.metrics.render();
-        let lines = page.lines().filter(|line| {
-            let is_count = line.starts_with("diy_mesh_proxy_requests_total{");
-            is_count && labels.iter().all(|label| line.contains(label))
-        });
-        let values = lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok());
-        values.sum()
+        let metric = "diy_mesh_proxy_requests_total";
+        metrics::sum(&self.metrics.render(), metric, labels)
     }
 
     /// The value of a time series.
     pub fn metric(&self, name: &str) -> u64 {
-        let page = self.metrics.render();
-        let value = page.lines().find_map(|line| {
-            line.strip_prefix("diy_mesh_proxy_")?
-                .strip_prefix(name)?
-                .strip_prefix(' ')
-        });
-        value
-            .unwrap_or_else(|| panic!("no {name} in {page}"))
-            .parse()
-            .unwrap()
+        let name = format!("diy_mesh_proxy_{name}");
+        metrics::value(&self.metrics.render(), &name)
     }
 
     /// An outbound connection through the proxy to one address.
@@ -254,22 +214,6 @@ pub async fn is_reset(stream: &mut TcpStream) -> bool {
         .is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset)
 }
 
-/// A listening socket and its address.
-pub async fn listen() -> (TcpListener, SocketAddr) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    (listener, address)
-}
-
-/// An address that refuses connections. Its port stays bound, so that no other test gets it.
-pub fn closed_address() -> SocketAddr {
-    let socket = TcpSocket::new_v4().unwrap();
-    socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
-    let address = socket.local_addr().unwrap();
-    std::mem::forget(socket);
-    address
-}
-
 /// An app for client-first protocols.
 pub struct App {
     listener: TcpListener,
@@ -280,7 +224,7 @@ pub struct App {
 
 impl App {
     pub async fn listen() -> (App, SocketAddr) {
-        let (listener, address) = listen().await;
+        let (listener, address) = diy_mesh_testkit::net::listen().await;
         (
             App {
                 listener,
@@ -335,38 +279,13 @@ pub async fn answering_app() -> SocketAddr {
         loop {
             let mut stream = app.accept().await;
             tokio::task::spawn_local(async move {
-                let mut head = Vec::new();
-                while let Ok(byte) = stream.read_u8().await {
-                    head.push(byte);
-                    if head.ends_with(b"\r\n\r\n") {
-                        write(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
-                        head.clear();
-                    }
+                while read_head(&mut stream).await.is_some() {
+                    write(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
                 }
             });
         }
     });
     address
-}
-
-/// Reads until the bytes end with `end`.
-pub async fn read_until(stream: &mut TcpStream, end: &str) -> String {
-    let mut read = Vec::new();
-    while !read.ends_with(end.as_bytes()) {
-        match stream.read_u8().await {
-            Ok(byte) => read.push(byte),
-            Err(error) => panic!("{error} after {:?}", String::from_utf8_lossy(&read)),
-        }
-    }
-    String::from_utf8(read).unwrap()
-}
-
-/// Reads until the end of the stream.
-pub async fn read_all(stream: &mut TcpStream) -> String {
-    let mut read = Vec::new();
-    // A reset also ends the stream.
-    let _ = stream.read_to_end(&mut read).await;
-    String::from_utf8(read).unwrap()
 }
 
 pub async fn write(stream: &mut TcpStream, text: &str) {

@@ -1,44 +1,27 @@
 //! Tokens of requests through two proxies, with keys of a Secret that the controller fetches.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use anyhow::{Result, ensure};
+use diy_mesh_testkit::tokens::{Signer, now};
 use diy_mesh_tests::cluster::workloads::{App, Responses};
 use diy_mesh_tests::cluster::{MANIFESTS, Namespace, gateway_api, in_namespace, kubectl, wait_for};
-use jsonwebtoken::jwk::Jwk;
-use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use serde_json::{Value, json};
 
 const ISSUER: &str = "https://id.example.com";
 /// The time until a token expires, in seconds.
 const LIFE: u64 = 3600;
 
-/// An issuer of tokens.
-struct Signer(EncodingKey);
+/// The public keys, as a Secret.
+fn secret(signer: &Signer) -> String {
+    let secret = json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "idp"},
+        "stringData": {"jwks": signer.jwks()}});
+    secret.to_string()
+}
 
-impl Signer {
-    fn new() -> Result<Signer> {
-        let pem = rcgen::KeyPair::generate()?.serialize_pem();
-        Ok(Signer(EncodingKey::from_ec_pem(pem.as_bytes())?))
-    }
-
-    /// The public keys, as a Secret.
-    fn secret(&self) -> Result<String> {
-        let key = Jwk::from_encoding_key(&self.0, Algorithm::ES256)?;
-        let keys = json!({"keys": [key]}).to_string();
-        let secret = json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "idp"},
-            "stringData": {"jwks": keys}});
-        Ok(secret.to_string())
-    }
-
-    /// The value of Authorization for a user of this group.
-    fn bearer(&self, group: &str) -> Result<String> {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
-        let claims = json!({"iss": ISSUER, "aud": "shop", "sub": "ada", "groups": [group],
-            "exp": now + LIFE});
-        let token = jsonwebtoken::encode(&Header::new(Algorithm::ES256), &claims, &self.0)?;
-        Ok(format!("Bearer {token}"))
-    }
+/// The value of Authorization for a user of this group.
+fn bearer(signer: &Signer, group: &str) -> String {
+    let claims = json!({"iss": ISSUER, "aud": "shop", "sub": "ada", "groups": [group],
+        "exp": now() + LIFE});
+    format!("Bearer {}", signer.sign(&claims))
 }
 
 /// What the requests of the last seconds have met: they agree.
@@ -87,14 +70,14 @@ fn tokens_decide_with_the_keys_that_their_secret_has() -> Result<()> {
     in_namespace("tokens", |namespace| {
         kubectl(&["apply", "-k", &format!("{MANIFESTS}/crds")])?;
         gateway_api::install()?;
-        let (signer, other) = (Signer::new()?, Signer::new()?);
+        let (signer, other) = (Signer::new(), Signer::new());
         namespace.apply(&App::http_server().deployment())?;
         namespace.apply(&App::http_server().service())?;
-        namespace.apply(&signer.secret()?)?;
+        namespace.apply(&secret(&signer))?;
         namespace.apply(&routes(&[
-            ("/hello", &signer.bearer("ops")?),
-            ("/group", &signer.bearer("dev")?),
-            ("/forged", &other.bearer("ops")?),
+            ("/hello", &bearer(&signer, "ops")),
+            ("/group", &bearer(&signer, "dev")),
+            ("/forged", &bearer(&other, "ops")),
         ]))?;
         namespace.rolled_out("server")?;
         for (name, endpoint) in [
@@ -143,7 +126,7 @@ fn tokens_decide_with_the_keys_that_their_secret_has() -> Result<()> {
         let is_named = received.to_lowercase().contains("x-user: ada");
         ensure!(is_named, "no X-User in {received}");
         // Another key signs.
-        namespace.apply(&other.secret()?)?;
+        namespace.apply(&secret(&other))?;
         expect(namespace, &[("forged", "allowed"), ("client", "invalid")])?;
         // Good keys outlive their source.
         namespace.kubectl(&["delete", "secret", "idp"])?;

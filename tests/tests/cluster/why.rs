@@ -3,6 +3,7 @@
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
+use diy_mesh_testkit::process::Process;
 use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{Namespace, in_namespace, wait_for};
 use diy_mesh_tests::sandbox::programs;
@@ -88,16 +89,9 @@ fn cause_of_a_failure_is_told_by_the_proxies_of_both_pods() -> Result<()> {
 /// The client goes on to send requests, which fail.
 fn tap_shows_failures(namespace: &Namespace) -> Result<()> {
     let of = format!("{}/client", namespace.name);
-    let mut tap = Command::new(programs().join("mesh"))
-        .args(["tap", &of, "--failures"])
-        .stdout(Stdio::piped())
-        .spawn()?;
-    let output = tap.stdout.take().context("it is piped")?;
-    let mut line = String::new();
-    let read = std::io::BufRead::read_line(&mut std::io::BufReader::new(output), &mut line);
-    tap.kill()?;
-    tap.wait()?;
-    read?;
+    let mut mesh = Command::new(programs().join("mesh"));
+    let tap = Process::with_stdout(mesh.args(["tap", &of, "--failures"]));
+    let line = tap.lines().next().context("a line")?;
     ensure!(
         line.contains("503") && line.contains("[no-endpoint]  mesh why "),
         "{line}"

@@ -3,18 +3,15 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    io::{BufRead, BufReader},
     path::Path,
-    process::{Command, Stdio},
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
 
+use diy_mesh_testkit::process::{Process, Signal};
 use diy_mesh_tests::sandbox::{READY_TIMEOUT, empty, programs, shell, single_pod};
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::{sys::signal::kill, unistd::Pid};
 
 #[test]
 fn sigkill_of_demo_leaves_no_traces() {
@@ -22,23 +19,15 @@ fn sigkill_of_demo_leaves_no_traces() {
         return;
     }
     assert_eq!(traces(), [""; 0], "traces of another sandbox");
-    let mut demo = Command::new(programs().join("mesh"))
-        .args(["demo", "--for", "600"])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(demo.stdout.take().unwrap())
-        .lines()
-        .map(|line| line.unwrap());
-    lines
-        .find(|line| line.contains("everything is ready after"))
-        .unwrap();
+    let mut mesh = Command::new(programs().join("mesh"));
+    let mut demo = Process::with_stdout(mesh.args(["demo", "--for", "600"]));
+    demo.wait_for("everything is ready after");
     assert_eq!(traces(), [""; 0], "a running sandbox has no traces outside");
     let inside = descendants(demo.id());
     assert!(inside.len() >= 19, "the processes of ten pods: {inside:?}");
 
-    kill(Pid::from_raw(demo.id().cast_signed()), Signal::SIGKILL).unwrap();
-    demo.wait().unwrap();
+    demo.signal(Signal::SIGKILL);
+    demo.exit();
     wait_until_gone(&inside);
     assert_eq!(traces(), [""; 0]);
 }

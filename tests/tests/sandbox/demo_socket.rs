@@ -3,18 +3,14 @@
 
 use std::{
     fs,
-    io::{BufRead, BufReader, Write},
     os::unix::fs::{DirBuilderExt, chown},
     path::{Path, PathBuf},
-    process::{Child, ChildStdout, Command, Output, Stdio},
+    process::{Command, Output},
 };
 
+use diy_mesh_testkit::process::{Process, Signal};
 use diy_mesh_tests::dashboard::Dashboard;
 use diy_mesh_tests::sandbox::{empty, programs};
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
 use serde_json::{Value, json};
 
 /// The proxies of http-server deny all calls.
@@ -55,16 +51,12 @@ impl Session {
         self.mesh(arguments).output().unwrap()
     }
 
-    /// A demo, and its output.
-    fn demo(&self, arguments: &[&str]) -> (Child, impl Iterator<Item = String> + use<>) {
-        let mut command = self.mesh(&["demo", "--for", "600"]);
-        command.args(arguments).stdin(Stdio::piped());
-        let mut demo = command.stdout(Stdio::piped()).spawn().unwrap();
-        let mut objects = demo.stdin.take().unwrap();
-        objects.write_all(DENIAL.as_bytes()).unwrap();
-        let output: ChildStdout = demo.stdout.take().unwrap();
-        let lines = BufReader::new(output).lines().map(|line| line.unwrap());
-        (demo, lines)
+    /// A demo with [`DENIAL`].
+    fn demo(&self) -> Process {
+        let file = self.0.join("denial.yaml");
+        fs::write(&file, DENIAL).unwrap();
+        let mut mesh = self.mesh(&["demo", "--for", "600", "--set", "-"]);
+        Process::with_stdout(mesh.stdin(fs::File::open(file).unwrap()))
     }
 }
 
@@ -72,11 +64,6 @@ impl Drop for Session {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
-}
-
-fn end(mut demo: Child) {
-    kill(Pid::from_raw(demo.id().cast_signed()), Signal::SIGTERM).unwrap();
-    assert!(demo.wait().unwrap().success());
 }
 
 pub(super) fn text(output: &Output) -> String {
@@ -89,12 +76,11 @@ fn failures_of_a_demo_name_the_command_that_explains_them() {
         return;
     }
     let session = Session::new("why");
-    let (demo, mut lines) = session.demo(&["--set", "-"]);
+    let mut demo = session.demo();
+    let mut lines = demo.lines();
     let is_denied = |line: &String| line.starts_with("http-client -> ") && line.contains(" 403 ");
     let line = lines.find(is_denied).unwrap();
     let (_, command) = line.split_once("  mesh why --demo ").expect(&line);
-    // The demo goes on while nobody reads its output, as long as the pipe has room.
-    let drained = std::thread::spawn(move || lines.count());
 
     let page = session.run(&["why", "--demo", command]);
     let by_id = text(&page);
@@ -119,8 +105,9 @@ fn failures_of_a_demo_name_the_command_that_explains_them() {
     }
     asks_for_state(&session);
     shows_the_workloads_of_a_service(&session);
-    end(demo);
-    assert!(drained.join().unwrap() > 0);
+    demo.signal(Signal::SIGTERM);
+    assert!(lines.count() > 0);
+    assert!(demo.exit().success());
     assert!(!session.socket().exists(), "the socket is removed");
     let page = session.run(&["why", "--demo", command]);
     let error = "no demo of this user runs";
@@ -130,13 +117,8 @@ fn failures_of_a_demo_name_the_command_that_explains_them() {
 
 /// The code of the next failure of a pod, which names `mesh why --demo`.
 fn tapped(session: &Session, pod: &str) -> String {
-    let mut tap = session.mesh(&["tap", "--demo", pod, "--failures"]);
-    let mut tap = tap.stdout(Stdio::piped()).spawn().unwrap();
-    let mut line = String::new();
-    let mut output = BufReader::new(tap.stdout.take().unwrap());
-    output.read_line(&mut line).unwrap();
-    tap.kill().unwrap();
-    tap.wait().unwrap();
+    let tap = Process::with_stdout(&mut session.mesh(&["tap", "--demo", pod, "--failures"]));
+    let line = tap.lines().next().unwrap();
     let (before, _) = line.split_once("  mesh why --demo ").expect(&line);
     before.rsplit(' ').next().unwrap().to_owned()
 }
@@ -176,13 +158,15 @@ fn demo_that_cannot_be_asked_says_so_and_runs() {
     drop(server);
     assert!(!created.exists(), "it was created for the socket");
     let server = sandbox.serve(&session.socket()).unwrap();
-    let (second, mut lines) = session.demo(&["--set", "-"]);
+    let mut second = session.demo();
+    let mut lines = second.lines();
     let expected = "`mesh why --demo` does not know this demo: another demo of this user runs";
     assert!(lines.any(|line| line.contains(expected)));
     let failure = lines.find(|line| line.contains(" 403 ")).unwrap();
     assert!(!failure.contains("mesh why"), "{failure}");
     drop(lines);
-    end(second);
+    second.signal(Signal::SIGTERM);
+    assert!(second.exit().success());
     assert!(session.socket().exists(), "that of the first is left");
     drop(server);
     assert!(!session.socket().exists() && session.0.exists());

@@ -1,16 +1,9 @@
 //! The walkthrough in a sandbox, with the manifests for clusters.
 
-use std::{
-    collections::BTreeSet,
-    io::{BufRead, BufReader},
-    process::{Command, Stdio},
-};
+use std::{collections::BTreeSet, process::Command};
 
+use diy_mesh_testkit::process::{Process, Signal};
 use diy_mesh_tests::sandbox::{empty, programs, single_pod, wait_for_line, walkthrough};
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
 
 #[test]
 fn both_versions_respond_and_proxies_dump_requests() {
@@ -69,14 +62,10 @@ fn demo_prints_summary_on_sigint() {
     if empty().is_none() {
         return;
     }
-    let mut demo = Command::new(programs().join("mesh"))
-        .args(["demo", "--only", "http-client", "--for", "600"])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(demo.stdout.take().unwrap())
-        .lines()
-        .map(|line| line.unwrap());
+    let mut mesh = Command::new(programs().join("mesh"));
+    let demo = mesh.args(["demo", "--only", "http-client", "--for", "600"]);
+    let mut demo = Process::with_stdout(demo);
+    let mut lines = demo.lines();
     let ready = lines.by_ref().find(|line| {
         line.contains("everything is ready after")
             || line.starts_with("not everything became ready")
@@ -87,7 +76,7 @@ fn demo_prints_summary_on_sigint() {
         .find(|line| line.contains("Response #"))
         .unwrap();
     assert!(shown.starts_with("  http-client[http-client] "), "{shown}");
-    kill(Pid::from_raw(demo.id().cast_signed()), Signal::SIGINT).unwrap();
+    demo.signal(Signal::SIGINT);
     let rest: Vec<String> = lines.collect();
     assert!(
         rest.iter()
@@ -95,7 +84,7 @@ fn demo_prints_summary_on_sigint() {
                 && line.contains("6 of them with a proxy")),
         "{rest:?}"
     );
-    assert!(demo.wait().unwrap().success());
+    assert!(demo.exit().success());
 }
 
 #[test]
@@ -103,13 +92,9 @@ fn demo_prints_exchanges_as_lines_after_the_first() {
     if empty().is_none() {
         return;
     }
-    let mut demo = Command::new(programs().join("mesh"))
-        .args(["demo", "--for", "600"])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let lines = BufReader::new(demo.stdout.take().unwrap()).lines();
-    let mut lines = lines.map(|line| line.unwrap());
+    let mut mesh = Command::new(programs().join("mesh"));
+    let mut demo = Process::with_stdout(mesh.args(["demo", "--for", "600"]));
+    let mut lines = demo.lines();
     let is_status = |line: &String| line.starts_with("mesh demo: ");
     let start: Vec<String> = lines.by_ref().take(4).collect();
     assert!(
@@ -157,12 +142,12 @@ fn demo_prints_exchanges_as_lines_after_the_first() {
         !next.starts_with(' '),
         "the second exchange is a line: {next}"
     );
-    kill(Pid::from_raw(demo.id().cast_signed()), Signal::SIGINT).unwrap();
+    demo.signal(Signal::SIGINT);
     let summary: Vec<String> = lines
         .filter(|line| line.starts_with("  http-client -> "))
         .collect();
     assert_eq!(summary.len(), 2, "{summary:?}");
-    assert!(demo.wait().unwrap().success());
+    assert!(demo.exit().success());
 }
 
 #[test]

@@ -16,8 +16,9 @@ use crate::index::object::Change;
 use crate::publish_statuses;
 use crate::routes::lease::Timing;
 use crate::routes::status::CONTROLLER_NAME;
-use crate::routes::testing::{ApiServer, KIND, Log, accepted, service, status};
+use crate::routes::testing::{ApiServer, KIND, accepted, service, status, subscriber};
 use crate::routes::{APPLIES_TO_ALL_PODS, Condition};
+use diy_mesh_testkit::output::Output;
 
 const TIMEOUT: Duration = Duration::from_secs(3600);
 
@@ -454,8 +455,8 @@ async fn retries_a_rejected_write_and_does_not_delay_others() {
 
 #[tokio::test(start_paused = true)]
 async fn missing_permission_for_a_kind_is_one_line_of_the_log_until_writes_succeed() {
-    let log = Log::default();
-    let _logging = tracing::subscriber::set_default(log.subscriber());
+    let log = Output::default();
+    let _logging = tracing::subscriber::set_default(subscriber(&log));
     let lines = || log.text().matches("cannot write the status of").count();
     let server = server();
     let names = Vec::from_iter((0..20).map(|number| format!("r-{number}")));

@@ -9,10 +9,10 @@ use crate::discovery::{Affinity, Questions, Target, TargetKind};
 use crate::endpoint::EndpointInfo;
 use crate::error::Failure;
 use crate::protocol::Protocol;
-use crate::secure::control::testing::soon;
 use crate::upstream::balance::policy::BackendPolicy;
 use crate::upstream::balance::{Endpoint, OutlierSettings};
 use crate::upstream::connect::{Limits, Remote};
+use diy_mesh_testkit::wait::soon;
 
 impl Destinations {
     fn len(&self) -> usize {

@@ -105,9 +105,9 @@ struct App {
 
 impl App {
     async fn new(greeting: &'static str, answer: &'static str) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (listener, address) = listen().await;
         let app = Self {
-            address: listener.local_addr().unwrap(),
+            address,
             connections: Rc::default(),
             received: Rc::default(),
             ended: Rc::default(),

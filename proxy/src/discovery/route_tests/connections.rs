@@ -4,8 +4,7 @@ use super::*;
 
 /// A server that sends its name first, then what it receives, until the client closes.
 async fn banner(name: &'static str) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     tokio::task::spawn_local(async move {
         loop {
             let (mut stream, _) = listener.accept().await.unwrap();

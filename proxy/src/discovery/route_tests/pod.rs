@@ -95,23 +95,20 @@ impl Pod {
         caller: Caller,
         destination: Rc<Backend>,
     ) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let connecting = TcpStream::connect(listener.local_addr().unwrap());
-        let (client, accepted) = tokio::join!(connecting, listener.accept());
-        let (stream, peer) = accepted.unwrap();
+        let (client, stream) = connected().await;
         let flow = Flow {
             called_by: Default::default(),
             counted: Default::default(),
             slot: self.worker.slot(),
             worker: self.worker.clone(),
             direction,
-            peer,
+            peer: stream.peer_addr().unwrap(),
             original: destination.address().unwrap(),
             destination,
             caller,
         };
         tokio::task::spawn_local(carry(Io::new(stream), flow));
-        client.unwrap()
+        client
     }
 
     /// Sends a request on a connection of its own.

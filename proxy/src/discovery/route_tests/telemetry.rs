@@ -1,15 +1,15 @@
 //! Telemetry, from the controller's message to what the proxy tells about requests.
 
-use std::io::Write;
-use std::sync::Mutex;
-
 use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::otlp::any_value::Value as Attribute;
 use diy_mesh_proto::otlp::span::SpanKind;
 use diy_mesh_proto::otlp::trace_service_server::{TraceService, TraceServiceServer};
 use diy_mesh_proto::otlp::{ExportTraceServiceRequest, ExportTraceServiceResponse, Span};
+use diy_mesh_testkit::output::Output;
 use serde_json::Value;
 use tokio_stream::wrappers::TcpListenerStream;
+
+use std::sync::Mutex;
 
 use super::pod::Pod;
 use super::*;
@@ -17,53 +17,26 @@ use crate::http::trace_context::SpanContext;
 use crate::observe::dump::{DumpConfig, Dumps, Format, Mode};
 use crate::serve::trace;
 
-/// The output of dumps and of the access log.
-#[derive(Clone, Default)]
-struct Output(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Output {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
+/// So many lines, once they are written.
+async fn read_lines(output: &Output, count: usize) -> Vec<String> {
+    until(|| output.text().lines().count() >= count).await;
+    output.text().lines().map(str::to_owned).collect()
 }
 
-impl Output {
-    fn text(&self) -> String {
-        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
-    }
-
-    /// So many lines, once they are written.
-    async fn lines(&self, count: usize) -> Vec<String> {
-        until(|| self.text().lines().count() >= count).await;
-        self.text().lines().map(str::to_owned).collect()
-    }
-
-    fn dumps(&self, mode: Mode, context: &WorkerContext) -> Dumps {
-        let config = DumpConfig {
-            mode,
-            format: Format::Text,
-            out: Box::new(self.clone()),
-        };
-        Dumps::start(config, context.metrics.clone()).unwrap()
-    }
-}
-
-async fn until(mut condition: impl FnMut() -> bool) {
-    while !condition() {
-        tokio::task::yield_now().await;
-    }
+fn dumps(output: &Output, mode: Mode, context: &WorkerContext) -> Dumps {
+    let config = DumpConfig {
+        mode,
+        format: Format::Text,
+        out: Box::new(output.clone()),
+    };
+    Dumps::start(config, context.metrics.clone()).unwrap()
 }
 
 /// A pod without dumps, and its output.
 fn pod(app: SocketAddr) -> (Pod, Output) {
     let output = Output::default();
     let pod = Pod::with(app, |context| WorkerContext {
-        dumps: output.dumps(Mode::Off, &context),
+        dumps: dumps(&output, Mode::Off, &context),
         ..context
     });
     (pod, output)
@@ -116,7 +89,7 @@ fn access_log_has_a_line_for_each_request_and_each_connection() {
             "tls",
             "identity",
         ];
-        let lines = output.lines(1).await;
+        let lines = read_lines(&output, 1).await;
         let identity = "spiffe://cluster.local/ns/shop/sa/a";
         let expected = ["inbound", "http1", "GET", "/x?***", "200", "mtls", identity];
         assert_eq!(fields(&lines[0], &names), expected);
@@ -135,13 +108,13 @@ fn access_log_has_a_line_for_each_request_and_each_connection() {
         for _ in 0..30 {
             pod.http1(None, "/").await;
         }
-        assert_eq!(output.lines(31).await.len(), 31);
+        assert_eq!(read_lines(&output, 31).await.len(), 31);
         let mut client = pod.connect(None).await;
         client.write_all(b"\0\0\0\x01").await.unwrap();
         client.shutdown().await.unwrap();
         let mut rest = Vec::new();
         client.read_to_end(&mut rest).await.unwrap();
-        let lines = output.lines(32).await;
+        let lines = read_lines(&output, 32).await;
         let names = ["protocol", "bytes_sent", "method", "tls"];
         assert_eq!(fields(&lines[31], &names), ["tcp", "4", "null", "none"]);
     });
@@ -163,7 +136,7 @@ fn failures_alone_are_logged_and_only_while_the_policy_says_so() {
         client.write_all(malformed).await.unwrap();
         let mut rest = Vec::new();
         client.read_to_end(&mut rest).await.unwrap();
-        assert_eq!(output.lines(1).await, ["400 bad-request -"]);
+        assert_eq!(read_lines(&output, 1).await, ["400 bad-request -"]);
         assert_eq!(pod.tell(proto::Telemetry::default()).await, "");
         let mut client = pod.connect(None).await;
         client.write_all(malformed).await.unwrap();
@@ -176,8 +149,7 @@ fn failures_alone_are_logged_and_only_while_the_policy_says_so() {
 #[test]
 fn grpc_status_is_logged_and_is_a_failure() {
     on_worker(async {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         tokio::task::spawn_local(async move {
             let (stream, _) = listener.accept().await.unwrap();
             let mut connection = h2::server::handshake(stream).await.unwrap();
@@ -195,7 +167,7 @@ fn grpc_status_is_logged_and_is_a_failure() {
         assert_eq!(pod.tell(access_logs(true, "JSON")).await, "");
         let call = Request::post("http://web/a.B/C").header("content-type", "application/grpc");
         pod.http2(Some("a"), call.body(()).unwrap()).await;
-        let lines = output.lines(1).await;
+        let lines = read_lines(&output, 1).await;
         let names = ["protocol", "method", "path", "status", "grpc_status"];
         assert_eq!(
             fields(&lines[0], &names),
@@ -237,8 +209,7 @@ impl TraceService for Collector {
 
 impl Collector {
     async fn start(&self) -> SocketAddr {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         let service = TraceServiceServer::new(self.clone());
         let serving = tonic::transport::Server::builder().add_service(service);
         tokio::spawn(serving.serve_with_incoming(TcpListenerStream::new(listener)));
@@ -315,8 +286,7 @@ impl Pod {
 
     /// The inbound path to this application at an address: all clients are one service account.
     async fn listen(&self, app: SocketAddr) -> SocketAddr {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         let worker = self.worker.clone();
         tokio::task::spawn_local(async move {
             loop {

@@ -9,8 +9,8 @@ use crate::context::worker::{Worker, WorkerContext};
 use crate::error::Failure;
 use crate::inbound::policy::Caller;
 use crate::observe::ended::{Cause, testing::ended};
-use crate::secure::tls::tests::on_worker;
 use crate::upstream::balance::Backend;
+use diy_mesh_testkit::wait::on_worker;
 
 const PEER: &str = "10.244.1.7:40000";
 

@@ -1,6 +1,5 @@
 //! A fake controller for tests, over plaintext or TLS.
 
-use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::pin::Pin;
@@ -21,27 +20,20 @@ use rcgen::CertificateSigningRequestParams;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tokio::time::timeout;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tokio_util::sync::CancellationToken;
 use tonic::metadata::MetadataValue;
 use tonic::transport::{Identity, Server, ServerTlsConfig};
 use tonic::{Request, Response, Status, Streaming};
 
+use diy_mesh_testkit::wait::soon;
+
 use super::Tls;
 use crate::secure::identity::Trust;
 use crate::secure::identity::testing::{Authority, WEB};
 
-/// Maximum duration of [`soon`].
-pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// Default identity of the controller.
 pub(crate) const CONTROLLER: &str = "spiffe://cluster.local/ns/service-mesh/sa/controller";
-
-pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
-    timeout(TEST_TIMEOUT, future)
-        .await
-        .expect("completes before the timeout of the test")
-}
 
 /// A fake controller that accepts one stream at a time.
 pub(crate) struct FakeController {

@@ -10,13 +10,14 @@ use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 
-use super::testing::{CONTROLLER, FakeController, Mounted, Signing, soon};
+use super::testing::{CONTROLLER, FakeController, Mounted, Signing};
 use super::*;
 use crate::discovery::{self, Discovery, OwnProxy};
 use crate::observe::metrics::{DiscoveryMetrics, IdentityMetrics, Metrics};
 use crate::secure::identity::testing::{Authority, WEB, token};
 use crate::secure::identity::{self, CurrentCredentials, Trust};
-use crate::secure::tls::tests::closed_address;
+use diy_mesh_testkit::net::closed_address;
+use diy_mesh_testkit::wait::soon;
 
 const LOOPBACK: ([u8; 4], u16) = ([127, 0, 0, 1], 0);
 const WEB_USER: &str = "system:serviceaccount:shop:web";

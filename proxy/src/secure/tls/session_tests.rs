@@ -9,17 +9,18 @@ use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{ClientConfig, ServerConfig};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
 
 use super::handshake::Handshake;
 use super::record::{ContentType, MAX_PLAINTEXT};
 use super::session::Session;
 use super::tests::memory;
-use crate::secure::control::testing::soon;
 use crate::secure::identity::testing::{Authority, WEB};
 use crate::secure::identity::{ClientVerifier, ServerVerifier};
 use crate::secure::io::Io;
+use diy_mesh_testkit::net::connected;
+use diy_mesh_testkit::wait::soon;
 
 pub(super) struct Configs {
     client: Arc<ClientConfig>,
@@ -136,18 +137,9 @@ impl Ours {
     }
 }
 
-pub(super) async fn sockets() -> (TcpStream, TcpStream) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let (near, far) = tokio::join!(
-        TcpStream::connect(listener.local_addr().unwrap()),
-        listener.accept()
-    );
-    (near.unwrap(), far.unwrap().0)
-}
-
 /// A client under test, with a server of rustls.
 async fn our_client(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
-    let (near, far) = sockets().await;
+    let (near, far) = connected().await;
     let machine =
         rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name()).unwrap();
     let theirs = TlsAcceptor::from(configs.server.clone());
@@ -169,7 +161,7 @@ async fn our_client(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
 
 /// A server under test, with a client of rustls.
 async fn our_server(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
-    let (near, far) = sockets().await;
+    let (near, far) = connected().await;
     let machine = rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap();
     let theirs = TlsConnector::from(configs.client.clone());
     let (ours, theirs) = tokio::join!(
@@ -181,7 +173,7 @@ async fn our_server(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
 
 /// A client and a server under test, which can send invalid records.
 async fn ours(configs: &Configs) -> (Ours, Ours) {
-    let (near, far) = sockets().await;
+    let (near, far) = connected().await;
     let client =
         rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name()).unwrap();
     let server = rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap();
@@ -284,7 +276,7 @@ async fn updates_keys_at_the_limit_and_on_request() {
 async fn resumes_session_by_ticket() {
     let configs = configs();
     for kind in ["Full", "Resumed"] {
-        let (near, far) = sockets().await;
+        let (near, far) = connected().await;
         let machine =
             rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name())
                 .unwrap();

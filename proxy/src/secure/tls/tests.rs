@@ -17,12 +17,14 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_model::identity::Identity;
+use diy_mesh_testkit::net::{connected, listen, read_all, read_until};
+use diy_mesh_testkit::wait::{TEST_TIMEOUT, on_worker, on_worker_within, until};
 use rcgen::CertificateParams;
 use rustls::RootCertStore;
 use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::sign::CertifiedKey;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -45,23 +47,6 @@ use diy_mesh_model::exchange::Direction;
 use diy_mesh_runtime::admission::Admission;
 
 pub(crate) const CART: &str = "spiffe://cluster.local/ns/shop/sa/cart";
-const DEADLINE: Duration = Duration::from_secs(20);
-
-pub(crate) fn on_worker<F: Future<Output = ()>>(test: F) {
-    on_worker_within(DEADLINE, test);
-}
-
-fn on_worker_within<F: Future<Output = ()>>(deadline: Duration, test: F) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .unwrap();
-    tokio::task::LocalSet::new().block_on(&runtime, async {
-        tokio::time::timeout(deadline, test)
-            .await
-            .expect("the test took too long")
-    });
-}
 
 /// Stops the time of all timers until the result is dropped, so that none fires early on a slow
 /// machine. Only `advance` changes it.
@@ -76,7 +61,7 @@ pub(crate) fn freeze() -> impl Drop {
     let (hold, held) = std::sync::mpsc::channel();
     tokio::time::pause();
     // tokio does not advance paused time on its own while a blocking task runs.
-    tokio::task::spawn_blocking(move || held.recv_timeout(DEADLINE));
+    tokio::task::spawn_blocking(move || held.recv_timeout(TEST_TIMEOUT));
     Frozen(Some(hold))
 }
 
@@ -197,12 +182,7 @@ impl Side {
 
     /// An outbound connection of the application.
     pub(crate) async fn connect(&self, destination: &Rc<Backend>) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (client, accepted) = tokio::join!(
-            TcpStream::connect(listener.local_addr().unwrap()),
-            listener.accept()
-        );
-        let (stream, peer) = accepted.unwrap();
+        let (client, stream) = connected().await;
         let (worker, destination) = (self.worker.clone(), destination.clone());
         let flow = Flow {
             called_by: Default::default(),
@@ -210,13 +190,13 @@ impl Side {
             slot: worker.slot(),
             worker,
             direction: Direction::Outbound,
-            peer,
+            peer: stream.peer_addr().unwrap(),
             original: destination.address().unwrap(),
             destination,
             caller: Caller::App,
         };
         tokio::task::spawn_local(carry(Io::new(stream), flow));
-        client.unwrap()
+        client
     }
 
     fn renew(&self, credentials: Arc<Credentials>) {
@@ -307,9 +287,7 @@ impl Pair {
             .unwrap();
         io.write_all(bytes.as_bytes()).await.unwrap();
         io.shutdown().await.unwrap();
-        let mut answer = Vec::new();
-        let _ = io.read_to_end(&mut answer).await;
-        String::from_utf8(answer).unwrap()
+        read_all(&mut io).await
     }
 
     /// A client connection through the outbound proxy.
@@ -395,9 +373,7 @@ async fn tap(
 
 pub(crate) async fn exchange(mut client: TcpStream, request: &str) -> String {
     client.write_all(request.as_bytes()).await.unwrap();
-    let mut answer = Vec::new();
-    let _ = client.read_to_end(&mut answer).await;
-    String::from_utf8(answer).unwrap()
+    read_all(&mut client).await
 }
 
 /// An application that sends first, and returns the reversed input after the half-close of the
@@ -432,19 +408,9 @@ pub(crate) async fn app() -> SocketAddr {
     .await
 }
 
-/// An address that refuses connections. Its port stays bound, so that no other test gets it.
-pub(crate) fn closed_address() -> SocketAddr {
-    let socket = TcpSocket::new_v4().unwrap();
-    socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
-    let address = socket.local_addr().unwrap();
-    std::mem::forget(socket);
-    address
-}
-
 /// An application that serves each connection with `carry`.
 pub(crate) async fn listening(carry: impl AsyncFn(TcpStream) + 'static) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     let carry = Rc::new(carry);
     tokio::task::spawn_local(async move {
         loop {
@@ -519,8 +485,7 @@ fn resumes_sessions_on_any_worker() {
         let [web, cart] = [WEB, CART]
             .map(|identity| watch::channel(Some(credentials(&authority, identity, |_| {}))).1);
         let (client, servers) = (tls(web), [cart.clone(), cart].map(tls));
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         for (server, kind) in servers.iter().zip([" Full", " Resumed"]) {
             let (near, far) = tokio::join!(TcpStream::connect(address), listener.accept());
             let (near, (far, peer)) = (near.unwrap(), far.unwrap());
@@ -565,8 +530,8 @@ fn removes_forged_x_called_by_for_any_alpn_protocol() {
 #[test]
 fn rejects_http_after_a_pause_in_the_request_line_over_tls() {
     on_worker(async {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let pair = Pair::usual(listener.local_addr().unwrap()).await;
+        let (listener, address) = listen().await;
+        let pair = Pair::usual(address).await;
         let io = Io::new(TcpStream::connect(pair.address).await.unwrap());
         let mut io = pair
             .outbound
@@ -655,8 +620,7 @@ fn lifetime_ends_with_the_certificates() {
         let web = watch::channel(Some(credentials(&authority, WEB, expires))).1;
         let cart = watch::channel(Some(credentials(&authority, CART, |_| {}))).1;
         let (client, server) = (tls(web), tls(cart));
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         // The second session is resumed.
         for _ in 0..2 {
             let (near, far) = tokio::join!(TcpStream::connect(address), listener.accept());
@@ -723,9 +687,7 @@ fn retired_http2_connection_finishes_streams_and_accepts_no_new_ones() {
         tokio::task::spawn_local(connection);
         let get = || http::Request::get("http://cart/").body(()).unwrap();
         let (first, _) = client.send_request(get(), true).unwrap();
-        while arrived.get() == 0 {
-            tokio::task::yield_now().await;
-        }
+        until(|| arrived.get() > 0).await;
         let pool = &pair
             .destination
             .pick(&[], &mut fastrand::Rng::new())
@@ -774,7 +736,7 @@ fn resets_opaque_connection_at_the_maximum_age() {
         let (mut app, _) = app.accept().await.unwrap();
         app.read_exact(&mut [0; 7]).await.unwrap();
         tokio::time::pause();
-        tokio::time::advance(DEADLINE / 2).await;
+        tokio::time::advance(TEST_TIMEOUT / 2).await;
         tokio::time::resume();
         assert_eq!(
             app.read(&mut [0]).await.unwrap_err().kind(),
@@ -820,9 +782,7 @@ fn pools_the_early_connection_if_the_client_sends_http() {
     on_worker(async {
         let pair = Pair::usual(app().await).await;
         let client = pair.connect().await;
-        while !pair.saw("diy-mesh/any") {
-            tokio::task::yield_now().await;
-        }
+        until(|| pair.saw("diy-mesh/any")).await;
         assert!(exchange(client, GET).await.starts_with("HTTP/1.1 200"));
         let hellos = memchr::memmem::find_iter(&pair.wire.borrow(), b"diy-mesh/any").count()
             + memchr::memmem::find_iter(&pair.wire.borrow(), b"diy-mesh/http1").count();
@@ -830,17 +790,15 @@ fn pools_the_early_connection_if_the_client_sends_http() {
             .destination
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
-        while endpoint.pool().idle_http1() < hellos {
-            tokio::task::yield_now().await;
-        }
+        until(|| endpoint.pool().idle_http1() >= hellos).await;
     });
 }
 
 #[test]
 fn pooled_connection_has_completed_its_handshake() {
     on_worker(async {
-        let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let pair = Pair::usual(app.local_addr().unwrap()).await;
+        let (app, address) = listen().await;
+        let pair = Pair::usual(address).await;
         let dialed = opaque::dial(&pair.flow(pair.address), super::Alpn::Detect, None)
             .await
             .unwrap();
@@ -1052,8 +1010,7 @@ fn forwards_opaque_bytes_in_both_directions() {
 #[test]
 fn http2_streams_share_a_session_and_get_x_called_by() {
     on_worker(async {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let app = listener.local_addr().unwrap();
+        let (listener, app) = listen().await;
         tokio::task::spawn_local(async move {
             let (stream, _) = listener.accept().await.unwrap();
             let mut connection = h2::server::handshake(stream).await.unwrap();
@@ -1100,19 +1057,11 @@ fn http2_streams_share_a_session_and_get_x_called_by() {
 #[test]
 fn forwards_websocket_upgrade_with_x_called_by() {
     on_worker(async {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let app = listener.local_addr().unwrap();
+        let (listener, app) = listen().await;
         tokio::task::spawn_local(async move {
             let (mut stream, _) = listener.accept().await.unwrap();
-            let mut head = Vec::new();
-            while !head.ends_with(b"\r\n\r\n") {
-                head.push(stream.read_u8().await.unwrap());
-            }
-            assert!(
-                String::from_utf8(head)
-                    .unwrap()
-                    .contains(&format!("X-Called-By: {WEB}\r\n"))
-            );
+            let head = read_until(&mut stream, "\r\n\r\n").await;
+            assert!(head.contains(&format!("X-Called-By: {WEB}\r\n")));
             stream.write_all(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n").await.unwrap();
             let (mut read, mut write) = stream.split();
             tokio::io::copy(&mut read, &mut write).await.unwrap();
@@ -1120,11 +1069,8 @@ fn forwards_websocket_upgrade_with_x_called_by() {
         let pair = Pair::usual(app).await;
         let mut client = pair.connect().await;
         client.write_all(b"GET /chat HTTP/1.1\r\nHost: cart\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n").await.unwrap();
-        let mut head = Vec::new();
-        while !head.ends_with(b"\r\n\r\n") {
-            head.push(client.read_u8().await.unwrap());
-        }
-        assert!(head.starts_with(b"HTTP/1.1 101 "));
+        let head = read_until(&mut client, "\r\n\r\n").await;
+        assert!(head.starts_with("HTTP/1.1 101 "));
         client.write_all(b"a secret frame").await.unwrap();
         let mut echoed = [0; 14];
         client.read_exact(&mut echoed).await.unwrap();
@@ -1212,8 +1158,7 @@ fn limits_and_counts_the_time_of_handshakes() {
         };
         let (client, server, cart) = (side(WEB), side(CART), CART.parse().unwrap());
         // The client's ClientHello reaches a peer that does not respond.
-        let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = silent.local_addr().unwrap();
+        let (silent, address) = listen().await;
         let (near, far) = tokio::join!(TcpStream::connect(address), silent.accept());
         let (near, mut far) = (Io::new(near.unwrap()), far.unwrap().0);
         let tls = &client.worker.tls;
@@ -1245,8 +1190,7 @@ fn limits_and_counts_the_time_of_handshakes() {
 fn connections_of_a_pod_to_itself_use_no_tls() {
     on_worker(async {
         // Loopback connections from 127.0.0.1 to 127.0.0.1 model a pod that connects to itself.
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (_listener, address) = listen().await;
         let (discovery, mut questions) = Discovery::by_hand();
         let authority = Authority::new("root");
         let side = Side::new(Some(credentials(&authority, CART, |_| {})), "", discovery);
@@ -1268,7 +1212,7 @@ fn connections_of_a_pod_to_itself_use_no_tls() {
             });
         let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
         let slot = side.worker.slot();
-        let dialer = crate::upstream::connect::Dialer::new(&side.worker.tls, DEADLINE, &slot);
+        let dialer = crate::upstream::connect::Dialer::new(&side.worker.tls, TEST_TIMEOUT, &slot);
         let io = dialer
             .dial(&endpoint.pool().remote, super::Alpn::Http1)
             .await

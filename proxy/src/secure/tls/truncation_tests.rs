@@ -4,18 +4,20 @@
 use std::io::ErrorKind;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::task::spawn_local;
 
-use super::tests::{Pair, on_worker};
+use super::tests::Pair;
 use crate::secure::io::Io;
+use diy_mesh_testkit::net::listen;
+use diy_mesh_testkit::wait::on_worker;
 
 const GET: &[u8] = b"GET / HTTP/1.1\r\nHost: cart\r\n\r\n";
 
 /// A client and an application that have exchanged these bytes through two proxies.
 async fn exchanged(request: &[u8], response: &[u8]) -> (Pair, TcpStream, TcpStream) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let pair = Pair::usual(listener.local_addr().unwrap()).await;
+    let (listener, address) = listen().await;
+    let pair = Pair::usual(address).await;
     let mut client = pair.connect().await;
     client.write_all(request).await.unwrap();
     let mut app = listener.accept().await.unwrap().0;
@@ -131,8 +133,8 @@ fn truncated_connection_keeps_a_direction_that_has_ended() {
 #[test]
 fn truncated_http2_connection_resets_its_streams() {
     on_worker(async {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let pair = Pair::usual(listener.local_addr().unwrap()).await;
+        let (listener, address) = listen().await;
+        let pair = Pair::usual(address).await;
         let (mut sender, connection) = h2::client::handshake(pair.connect().await).await.unwrap();
         spawn_local(connection);
         let request = http::Request::post("http://cart/").body(()).unwrap();

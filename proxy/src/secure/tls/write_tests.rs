@@ -13,20 +13,22 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
 
 use super::Alpn;
-use super::session_tests::{bytes_of, configs, secured, sockets};
-use super::tests::{CART, Pair, listening, memory, on_worker};
+use super::session_tests::{bytes_of, configs, secured};
+use super::tests::{CART, Pair, listening, memory};
 use crate::secure::io::Io;
 use crate::serve::copy::bidirectional;
 use crate::serve::http1::body::Relay;
 use crate::serve::http1::head::Framing;
 use crate::upstream::batched::Batched;
+use diy_mesh_testkit::net::connected;
+use diy_mesh_testkit::wait::on_worker;
 
 /// Far more than the sockets hold, and less than a session seals in one write.
 const LENGTH: usize = 100_000;
 
 /// Both ends of a connection with small buffers.
 async fn small_sockets() -> (TcpStream, TcpStream) {
-    let (near, far) = sockets().await;
+    let (near, far) = connected().await;
     for socket in [&near, &far] {
         SockRef::from(socket).set_send_buffer_size(4096).unwrap();
     }
@@ -79,7 +81,7 @@ fn copies_a_paused_stream_whole_after_the_end_of_the_other_direction() {
     on_worker(async {
         for is_upload in [true, false] {
             let (mut secured, mut peer) = small_pair().await;
-            let (mut app, far) = sockets().await;
+            let (mut app, far) = connected().await;
             let mut plain = Io::new(far);
             spawn_local(async move {
                 let (client, upstream) = if is_upload {
@@ -102,7 +104,7 @@ fn copies_a_paused_stream_whole_after_the_end_of_the_other_direction() {
 fn relays_a_paused_http1_body_whole() {
     on_worker(async {
         let (mut secured, mut peer) = small_pair().await;
-        let (mut sender, far) = sockets().await;
+        let (mut sender, far) = connected().await;
         let bytes = bytes_of(LENGTH);
         sender.write_all(&bytes).await.unwrap();
         let (mut from, head) = (Io::new(far), BytesMut::from(&b"head"[..]));

@@ -28,8 +28,9 @@ use crate::inbound::edges::day;
 use crate::inbound::policy::{Caller, Policy};
 use crate::path::connection::carry;
 use crate::secure::io::Io;
-use crate::secure::tls::tests::on_worker;
 use diy_mesh_model::exchange::Direction;
+use diy_mesh_testkit::net::connected;
+use diy_mesh_testkit::wait::{on_worker, until};
 
 const NAME: &str = "api.example.test";
 const DENIED: &str = "HTTP/1.1 403 Forbidden\r\n";
@@ -214,9 +215,7 @@ impl Pod {
 
     /// Waits until the worker has so many versions of the policy.
     async fn wait_for(&self, version: u64) {
-        while self.worker.policy_version() < version {
-            tokio::task::yield_now().await;
-        }
+        until(|| self.worker.policy_version() >= version).await;
     }
 
     async fn set(&self, policy: Arc<Policy>) {
@@ -247,12 +246,10 @@ impl Pod {
     }
 
     async fn connect_to(&self, destination: Rc<Backend>) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let connecting = TcpStream::connect(listener.local_addr().unwrap());
-        let (client, accepted) = tokio::join!(connecting, listener.accept());
-        let (stream, peer) = accepted.unwrap();
+        let (client, stream) = connected().await;
+        let peer = stream.peer_addr().unwrap();
         tokio::task::spawn_local(carry(Io::new(stream), self.flow(peer, destination)));
-        client.unwrap()
+        client
     }
 
     /// The response to a request with this host.
@@ -486,9 +483,7 @@ fn no_name_leads_to_an_address_of_the_cluster() {
         Rc::get_mut(&mut worker).unwrap().resolver = Resolver::of(names.start().await);
         let maintained = worker.clone();
         tokio::task::spawn_local(async move { maintained.maintain_until_drained().await });
-        while worker.policy_version() == 0 {
-            tokio::task::yield_now().await;
-        }
+        until(|| worker.policy_version() > 0).await;
         let of_place = |place| Target {
             place,
             ..Target::default()

@@ -30,10 +30,12 @@ use crate::labels::Peer;
 use crate::secure::identity::testing::{Authority, WEB};
 use crate::secure::io::Io;
 use crate::secure::tls::tests::{
-    CART, Side, app, closed_address, credentials, credentials_that_trust, exchange, listening,
-    on_worker,
+    CART, Side, app, credentials, credentials_that_trust, exchange, listening,
 };
 use diy_mesh_model::exchange::Direction;
+use diy_mesh_testkit::metrics;
+use diy_mesh_testkit::net::{closed_address, read_all, read_head, read_until};
+use diy_mesh_testkit::wait::on_worker;
 
 /// A hundred rollouts add no labels to metrics.
 #[test]
@@ -185,13 +187,9 @@ async fn closing_app() -> SocketAddr {
 /// An HTTP/1 application that answers each connection's request with 503 at once.
 async fn failing_app(requests: Rc<Cell<u32>>) -> SocketAddr {
     listening(async move |mut stream| {
-        let mut head = Vec::new();
-        while !head.ends_with(b"\r\n\r\n") {
-            match stream.read_u8().await {
-                Ok(byte) => head.push(byte),
-                Err(_) => return,
-            }
-        }
+        let Some(_) = read_head(&mut stream).await else {
+            return;
+        };
         requests.set(requests.get() + 1);
         let answer = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n";
         // The proxy may have closed.

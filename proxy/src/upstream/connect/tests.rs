@@ -7,7 +7,9 @@ use crate::labels::LimitKind;
 use crate::limits::lifetime::Lifetime;
 use crate::route::Preference;
 use crate::upstream::balance::Avoided;
+use diy_mesh_testkit::wait::until;
 
+use diy_mesh_testkit::net::listen;
 use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
 
@@ -50,8 +52,7 @@ fn pool() -> Pool {
 
 /// An endpoint that accepts connections.
 async fn listening() -> (TcpListener, Remote) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
-    let address = listener.local_addr().expect("bound");
+    let (listener, address) = listen().await;
     (listener, Remote::from(&EndpointInfo::bare(address)))
 }
 
@@ -62,8 +63,7 @@ fn dialer(worker: &Worker, seconds: u64) -> Dialer<'_> {
 
 /// Connections and their far ends.
 async fn connections(count: usize) -> (Vec<Io>, Vec<TcpStream>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
-    let address = listener.local_addr().expect("bound");
+    let (listener, address) = listen().await;
     let (mut near, mut far) = (Vec::new(), Vec::new());
     for _ in 0..count {
         let (connected, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
@@ -76,9 +76,7 @@ async fn connections(count: usize) -> (Vec<Io>, Vec<TcpStream>) {
 /// Waits until the close by the remote end has arrived.
 async fn wait_until_stale(io: &mut Io) {
     let stale = async {
-        while !io.is_stale() {
-            tokio::task::yield_now().await;
-        }
+        until(|| io.is_stale()).await;
     };
     tokio::time::timeout(Duration::from_secs(20), stale)
         .await

@@ -1,9 +1,9 @@
 //! Fetches over TLS from a server on the loopback interface.
 
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
-use rustls::pki_types::PrivateKeyDer;
+use diy_mesh_testkit::authority;
+use diy_mesh_testkit::net::{listen, read_until};
 use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
@@ -32,36 +32,20 @@ struct Server {
 
 impl Server {
     async fn new(response: String) -> Server {
-        let mut ca = CertificateParams::default();
-        ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let ca_key = KeyPair::generate().unwrap();
+        let server = authority::server("localhost");
         let roots = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(roots.path(), ca.self_signed(&ca_key).unwrap().pem()).unwrap();
-        let key = KeyPair::generate().unwrap();
-        let leaf = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
-        let leaf = leaf.signed_by(&key, &Issuer::new(ca, ca_key)).unwrap();
-        let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
-        let config = rustls::ServerConfig::builder().with_no_client_auth();
-        let config = config
-            .with_single_cert(vec![leaf.der().clone()], key)
-            .unwrap();
-        let acceptor = TlsAcceptor::from(Arc::new(config));
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!(
-            "https://localhost:{}/keys",
-            listener.local_addr().unwrap().port()
-        );
+        std::fs::write(roots.path(), server.root).unwrap();
+        let acceptor = TlsAcceptor::from(Arc::new(server.config));
+        let (listener, address) = listen().await;
+        let url = format!("https://localhost:{}/keys", address.port());
         tokio::spawn(async move {
             loop {
                 let (stream, _) = listener.accept().await.unwrap();
                 let Ok(mut stream) = acceptor.accept(stream).await else {
                     continue;
                 };
-                let mut head = Vec::new();
-                while !head.ends_with(b"\r\n\r\n") {
-                    head.push(stream.read_u8().await.unwrap());
-                }
-                assert!(head.starts_with(b"GET /keys HTTP/1.1\r\nhost: localhost:"));
+                let head = read_until(&mut stream, "\r\n\r\n").await;
+                assert!(head.starts_with("GET /keys HTTP/1.1\r\nhost: localhost:"));
                 // Empty: it does not respond.
                 if response.is_empty() {
                     std::future::pending::<()>().await;

@@ -45,11 +45,8 @@ fn change_ends_websockets_whose_request_is_no_longer_allowed() {
         for path in ["/chat/a", "/chat/b"] {
             let mut client = pod.connect(None).await;
             client.write_all(upgrade(path).as_bytes()).await.unwrap();
-            let mut head = Vec::new();
-            while !head.ends_with(b"\r\n\r\n") {
-                head.push(client.read_u8().await.unwrap());
-            }
-            assert!(head.starts_with(b"HTTP/1.1 101 "));
+            let head = read_until(&mut client, "\r\n\r\n").await;
+            assert!(head.starts_with("HTTP/1.1 101 "));
             exchange(&mut client, OPAQUE, OPAQUE).await;
             open.push(client);
         }
@@ -128,8 +125,7 @@ fn change_ends_streams_that_are_no_longer_allowed() {
 
 /// An HTTP/2 application that returns the bodies of its requests, and answers none to `/a/mute`.
 async fn streams() -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     tokio::task::spawn_local(async move {
         let (stream, _) = listener.accept().await.unwrap();
         let mut connection = h2::server::handshake(stream).await.unwrap();

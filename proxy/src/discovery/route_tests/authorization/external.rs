@@ -142,8 +142,7 @@ fn changing(name: &str, value: &str, query: &str, removed: &str) -> HttpResponse
 
 impl Envoy {
     async fn start(&self) -> SocketAddr {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         let service = AuthorizationServer::new(self.clone());
         let serving = Server::builder().add_service(service);
         tokio::spawn(serving.serve_with_incoming(TcpListenerStream::new(listener)));
@@ -339,8 +338,7 @@ fn http_server_denies_by_redirects_and_errors_of_clients() {
 
 /// A server that answers each head once and closes.
 async fn once(answer: &'static str) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     tokio::task::spawn_local(async move {
         loop {
             let (mut stream, _) = listener.accept().await.unwrap();

@@ -1,11 +1,9 @@
 //! Tokens of requests, and claims that the application gets as fields.
 
 use std::sync::atomic::Ordering;
-use std::time::SystemTime;
 
 use diy_mesh_proto::mesh::v1::discover_request::Action as Report;
-use jsonwebtoken::jwk::Jwk;
-use jsonwebtoken::{Algorithm, EncodingKey, Header};
+use diy_mesh_testkit::tokens::{Signer, now};
 use serde_json::{Value, json};
 
 use super::*;
@@ -13,55 +11,30 @@ use super::*;
 const ISSUER: &str = "https://id.example.com";
 const UNAUTHORIZED: &str = "HTTP/1.1 401 Unauthorized\r\n";
 
-/// An issuer of tokens.
-struct Signer {
-    key: EncodingKey,
-    id: Option<String>,
+/// An issuer as a policy has it, with its keys.
+fn issuer(signer: &Signer, fields: &[(&str, &str)]) -> proto::TokenIssuer {
+    let field = |(claim, name): &(&str, &str)| proto::ClaimField {
+        claim: (*claim).to_owned(),
+        name: (*name).to_owned(),
+    };
+    proto::TokenIssuer {
+        name: ISSUER.to_owned(),
+        audiences: vec!["shop".to_owned()],
+        keys: signer.jwks(),
+        fields: fields.iter().map(field).collect(),
+    }
 }
 
-impl Signer {
-    fn new() -> Self {
-        let key = rcgen::KeyPair::generate().unwrap().serialize_pem();
-        let key = EncodingKey::from_ec_pem(key.as_bytes()).unwrap();
-        Self { key, id: None }
+/// A token with these claims in place of the usual ones.
+fn token(signer: &Signer, claims: &[(&str, Value)]) -> String {
+    let mut all = json!({
+        "iss": ISSUER, "aud": "shop", "sub": "ada", "groups": ["dev", "ops"], "level": 7,
+        "exp": now() + 600,
+    });
+    for (name, value) in claims {
+        all[*name] = value.clone();
     }
-
-    /// With this key ID.
-    fn named(id: &str) -> Self {
-        let id = Some(id.to_owned());
-        Self { id, ..Self::new() }
-    }
-
-    /// Its keys, which are those of a policy.
-    fn issuer(&self, fields: &[(&str, &str)]) -> proto::TokenIssuer {
-        let mut key = Jwk::from_encoding_key(&self.key, Algorithm::ES256).unwrap();
-        key.common.key_id = self.id.clone();
-        let field = |(claim, name): &(&str, &str)| proto::ClaimField {
-            claim: (*claim).to_owned(),
-            name: (*name).to_owned(),
-        };
-        proto::TokenIssuer {
-            name: ISSUER.to_owned(),
-            audiences: vec!["shop".to_owned()],
-            keys: json!({"keys": [key]}).to_string(),
-            fields: fields.iter().map(field).collect(),
-        }
-    }
-
-    /// A token with these claims in place of the usual ones.
-    fn token(&self, claims: &[(&str, Value)]) -> String {
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        let mut all = json!({
-            "iss": ISSUER, "aud": "shop", "sub": "ada", "groups": ["dev", "ops"], "level": 7,
-            "exp": now.unwrap().as_secs() + 600,
-        });
-        for (name, value) in claims {
-            all[*name] = value.clone();
-        }
-        let mut header = Header::new(Algorithm::ES256);
-        header.kid = self.id.clone();
-        jsonwebtoken::encode(&header, &all, &self.key).unwrap()
-    }
+    signer.sign(&all)
 }
 
 /// Allows requests with a token whose groups have this one.
@@ -103,22 +76,25 @@ fn invalid_tokens_get_401_and_missing_ones_what_the_rules_say() {
         let (signer, other) = (Signer::new(), Signer::new());
         let (app, requests) = app("web").await;
         let mut pod = Pod::new(app);
-        pod.authorize(with_group(signer.issuer(&[]), "ops")).await;
+        pod.authorize(with_group(issuer(&signer, &[]), "ops")).await;
         let bearer = |token: &str| format!("Authorization: Bearer {token}\r\n");
-        let valid = signer.token(&[]);
+        let valid = token(&signer, &[]);
         let (head, body) = valid.split_once('.').unwrap();
         let (_, signature) = valid.rsplit_once('.').unwrap();
         for (fields, expected) in [
             (bearer(&valid), OK),
             (format!("authorization:\tbEARER  {valid} \r\n"), OK),
             (
-                bearer(&signer.token(&[("aud", json!(["bank", "shop"]))])),
+                bearer(&token(&signer, &[("aud", json!(["bank", "shop"]))])),
                 OK,
             ),
             (String::new(), DENIED),
             ("Authorization: Basic YTpi\r\n".to_owned(), DENIED),
             (format!("Authorization: Bearer{valid}\r\n"), DENIED),
-            (bearer(&signer.token(&[("groups", json!(["dev"]))])), DENIED),
+            (
+                bearer(&token(&signer, &[("groups", json!(["dev"]))])),
+                DENIED,
+            ),
             (bearer(""), UNAUTHORIZED),
             (bearer("opaque"), UNAUTHORIZED),
             (bearer(&format!("{valid}, Bearer {valid}")), UNAUTHORIZED),
@@ -128,22 +104,25 @@ fn invalid_tokens_get_401_and_missing_ones_what_the_rules_say() {
                 UNAUTHORIZED,
             ),
             (bearer(&format!("{head}..{signature}")), UNAUTHORIZED),
-            (bearer(&other.token(&[])), UNAUTHORIZED),
+            (bearer(&token(&other, &[])), UNAUTHORIZED),
             (
-                bearer(&signer.token(&[("aud", json!("bank"))])),
+                bearer(&token(&signer, &[("aud", json!("bank"))])),
                 UNAUTHORIZED,
             ),
             (
-                bearer(&signer.token(&[("iss", json!("https://other"))])),
+                bearer(&token(&signer, &[("iss", json!("https://other"))])),
                 UNAUTHORIZED,
             ),
             (
-                bearer(&signer.token(&[("exp", json!(1_000_000_000))])),
+                bearer(&token(&signer, &[("exp", json!(1_000_000_000))])),
                 UNAUTHORIZED,
             ),
-            (bearer(&signer.token(&[("exp", json!(null))])), UNAUTHORIZED),
             (
-                bearer(&signer.token(&[("nbf", json!(9_000_000_000_u64))])),
+                bearer(&token(&signer, &[("exp", json!(null))])),
+                UNAUTHORIZED,
+            ),
+            (
+                bearer(&token(&signer, &[("nbf", json!(9_000_000_000_u64))])),
                 UNAUTHORIZED,
             ),
             (
@@ -180,17 +159,21 @@ fn grpc_calls_with_invalid_tokens_are_unauthenticated() {
         let signer = Signer::new();
         let (app, requests) = app2("web").await;
         let mut pod = Pod::new(app);
-        pod.authorize(with_group(signer.issuer(&[]), "ops")).await;
+        pod.authorize(with_group(issuer(&signer, &[]), "ops")).await;
         let call = async |token: &str| {
             let request = Request::post("http://web/a.B/C")
                 .header("content-type", "application/grpc")
                 .header("authorization", format!("Bearer {token}"));
             pod.http2(Some("a"), request.body(()).unwrap()).await
         };
-        let refused = call(&signer.token(&[("exp", json!(1))])).await;
+        let refused = call(&token(&signer, &[("exp", json!(1))])).await;
         assert_eq!(refused["grpc-status"], "16");
         assert_eq!(refused["x-mesh-error"], "invalid-token");
-        assert!(!call(&signer.token(&[])).await.contains_key("x-mesh-error"));
+        assert!(
+            !call(&token(&signer, &[]))
+                .await
+                .contains_key("x-mesh-error")
+        );
         until(|| requests.borrow().len() == 1).await;
     });
 }
@@ -204,8 +187,11 @@ fn application_gets_claims_as_fields_of_the_proxy_alone() {
             ("level", "x-level"),
             ("groups", "x-groups"),
         ];
-        let authorization = issuing(signer.issuer(&fields), proto::AuthorizationRule::default());
-        let token = format!("Bearer {}", signer.token(&[]));
+        let authorization = issuing(
+            issuer(&signer, &fields),
+            proto::AuthorizationRule::default(),
+        );
+        let token = format!("Bearer {}", token(&signer, &[]));
         let forged = ["X-User", "x_user", "X.USER", "x-level", "X-Groups"];
         let sent: String = forged
             .iter()
@@ -261,11 +247,11 @@ fn values_that_applications_could_read_otherwise_are_no_fields() {
         let signer = Signer::new();
         let (app, requests) = app("web").await;
         let mut pod = Pod::new(app);
-        let issuer = signer.issuer(&[("sub", "x-user")]);
+        let issuer = issuer(&signer, &[("sub", "x-user")]);
         pod.authorize(issuing(issuer, proto::AuthorizationRule::default()))
             .await;
         for subject in [" ada", "ada\r\nx-user: eve", "", "\u{a0}ada", "a\0"] {
-            let token = signer.token(&[("sub", json!(subject))]);
+            let token = token(&signer, &[("sub", json!(subject))]);
             let response = get(&pod, &format!("Authorization: Bearer {token}\r\n")).await;
             assert!(response.starts_with(OK), "{response}");
             let request = requests.borrow_mut().pop().unwrap();
@@ -282,17 +268,17 @@ fn new_keys_apply_to_the_next_request_and_those_under_audit_to_none() {
         let mut pod = Pod::new(app);
         let mut client = pod.connect(Some("a")).await;
         let ask = |signer: &Signer| {
-            let token = signer.token(&[]);
+            let token = token(signer, &[]);
             format!("GET / HTTP/1.1\r\nHost: web\r\nAuthorization: Bearer {token}\r\n\r\n")
         };
-        pod.authorize(with_group(old.issuer(&[]), "ops")).await;
+        pod.authorize(with_group(issuer(&old, &[]), "ops")).await;
         exchange(&mut client, ask(&old).as_bytes(), OK.as_bytes()).await;
-        pod.authorize(with_group(new.issuer(&[]), "ops")).await;
+        pod.authorize(with_group(issuer(&new, &[]), "ops")).await;
         let mut client = pod.connect(Some("a")).await;
         exchange(&mut client, ask(&old).as_bytes(), UNAUTHORIZED.as_bytes()).await;
         let mut client = pod.connect(Some("a")).await;
         exchange(&mut client, ask(&new).as_bytes(), OK.as_bytes()).await;
-        let mut audited = with_group(new.issuer(&[("sub", "x-user")]), "ops");
+        let mut audited = with_group(issuer(&new, &[("sub", "x-user")]), "ops");
         audited.policies[0].audit = true;
         pod.authorize(audited).await;
         let mut client = pod.connect(Some("a")).await;
@@ -306,7 +292,7 @@ fn new_keys_apply_to_the_next_request_and_those_under_audit_to_none() {
 
 /// The `Authorization` field with the usual token.
 fn bearer(signer: &Signer) -> String {
-    format!("Authorization: Bearer {}\r\n", signer.token(&[]))
+    format!("Authorization: Bearer {}\r\n", token(signer, &[]))
 }
 
 #[test]
@@ -315,10 +301,10 @@ fn unknown_key_ids_of_known_issuers_are_reported_without_a_trace_of_their_number
         let signer = Signer::named("a");
         let (app, _) = app("web").await;
         let mut pod = Pod::new(app);
-        pod.authorize(with_group(signer.issuer(&[]), "ops")).await;
+        pod.authorize(with_group(issuer(&signer, &[]), "ops")).await;
         let forged = Signer::named("a");
         let unnamed = Signer::new();
-        let of_other = Signer::named("b").token(&[("iss", json!("https://other"))]);
+        let of_other = token(&Signer::named("b"), &[("iss", json!("https://other"))]);
         for field in [
             bearer(&signer),
             bearer(&forged),
@@ -336,7 +322,8 @@ fn unknown_key_ids_of_known_issuers_are_reported_without_a_trace_of_their_number
         assert_eq!(pod.own.take_unknown_keys(), [ISSUER]);
         assert_eq!(pod.own.take_unknown_keys(), [""; 0]);
         // Keys without an ID are tried, and their failure says that the key is another one.
-        pod.authorize(with_group(unnamed.issuer(&[]), "ops")).await;
+        pod.authorize(with_group(issuer(&unnamed, &[]), "ops"))
+            .await;
         get(&pod, &bearer(&signer)).await;
         assert_eq!(pod.own.take_unknown_keys(), [ISSUER]);
     });
@@ -388,7 +375,7 @@ impl Controlled {
         let version = self.pod.worker.policy_version();
         let workload = proto::Workload {
             inbound_mode: proto::workload::InboundMode::Permissive.into(),
-            authorization: Some(with_group(signer.issuer(&[]), "ops")),
+            authorization: Some(with_group(issuer(signer, &[]), "ops")),
             ..proto::Workload::default()
         };
         let version_sent = version.to_string();

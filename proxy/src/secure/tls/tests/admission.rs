@@ -6,6 +6,7 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::Poll;
 
+use diy_mesh_testkit::wait::until;
 use tokio::io::AsyncWrite;
 
 use super::slots::Slots;
@@ -191,9 +192,7 @@ fn random_floods_leave_callers_their_shares() {
                     // What ends belongs to nobody, and may leave nothing to anybody.
                     let held = |holder| admission.used_bytes(&[holder]);
                     let all = || admission.used_bytes(&[]);
-                    while all() > held(Holder::App) + held(Holder::Clients) {
-                        tokio::task::yield_now().await;
-                    }
+                    until(|| all() <= held(Holder::App) + held(Holder::Clients)).await;
                     for io in &mut kept {
                         assert!(call(io).await, "seed {seed}, step {step}: it lost its slot");
                     }
@@ -243,9 +242,7 @@ fn silent_authenticated_connections_are_charged_to_their_identity() {
                 let io = slots.connect_as(&caller.tls, [127, 0, 0, 6], alpn).await;
                 silent.push(io.expect("a holder may use what is free"));
                 let pending = [Holder::Clients, Holder::AllPending];
-                while slots.inbound.admission.used(&pending) > 0 {
-                    tokio::task::yield_now().await;
-                }
+                until(|| slots.inbound.admission.used(&pending) == 0).await;
             }
             assert_eq!(used(), 8, "{alpn:?}");
             let answer = slots.call([127, 0, 0, 6]).await.expect("another caller");

@@ -2,6 +2,7 @@
 //! leave memory and connections to the application to other callers.
 
 use bytes::Bytes;
+use diy_mesh_testkit::wait::until;
 use h2::RecvStream;
 use h2::client::{ResponseFuture, SendRequest};
 use http::{Request, Response};
@@ -164,9 +165,7 @@ fn caller_that_leaves_returns_what_its_streams_used() {
             // What is left is charged for a connection to the application, its window, and the state of
             // its streams.
             let used = || slots.inbound.admission.used_bytes(&[]);
-            while used() > 1024 * 1024 {
-                tokio::task::yield_now().await;
-            }
+            until(|| used() <= 1024 * 1024).await;
         }
         assert!(accepted[0] > 400, "{accepted:?}");
         // The connection to the application keeps the state of its streams.
@@ -200,9 +199,7 @@ async fn http1_app(count: usize, arrived: Rc<Cell<usize>>, blocked: Rc<Cell<usiz
             return stream.write_all(answer).await.unwrap_or_default();
         }
         arrived.set(arrived.get() + 1);
-        while arrived.get() < count {
-            tokio::task::yield_now().await;
-        }
+        until(|| arrived.get() >= count).await;
         let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 800000000\r\n\r\n";
         let mut result = stream.write_all(answer).await;
         while result.is_ok() {
@@ -235,9 +232,7 @@ fn unread_responses_of_one_caller_leave_memory_to_other_callers() {
             let get = b"GET /large HTTP/1.1\r\nHost: cart\r\n\r\n";
             client.write_all(get).await.unwrap();
             flood.push(client);
-            while arrived.get() < number {
-                tokio::task::yield_now().await;
-            }
+            until(|| arrived.get() >= number).await;
         }
         let mut unchanged = 0;
         while unchanged < 1000 {
@@ -262,9 +257,7 @@ fn streams_of_one_caller_leave_connections_to_the_app_to_other_callers() {
         let mut flood = Vec::new();
         for count in 1..=64 {
             flood.push(send(&mut client, "/hang").await);
-            while seen.hanging.get() < count {
-                tokio::task::yield_now().await;
-            }
+            until(|| seen.hanging.get() >= count).await;
         }
         assert_others_are_served(&slots).await;
     });
@@ -283,9 +276,7 @@ fn responses_that_one_caller_does_not_read_do_not_delay_those_of_others() {
             for _ in 0..40 {
                 unread.push(send(&mut client, "/large").await);
             }
-            while seen.sent.get() < CONNECTION_WINDOW as usize {
-                tokio::task::yield_now().await;
-            }
+            until(|| seen.sent.get() >= CONNECTION_WINDOW as usize).await;
             wait_until_unchanged(|| seen.sent.get()).await;
             assert_others_are_served(&slots).await;
         });

@@ -4,6 +4,7 @@
 use super::fragments::{ALLOWED, Fragments, HostileClient, HostileServer, PADDED};
 use super::slots::{FLOODER, GATEWAY, Slots};
 use super::*;
+use diy_mesh_testkit::wait::until;
 
 impl Fragments {
     /// Sends this many records.
@@ -45,12 +46,6 @@ async fn hostile_server(authority: &Authority, mut stream: TcpStream) -> (TcpStr
     }
 }
 
-async fn until(condition: impl Fn() -> bool) {
-    while !condition() {
-        tokio::task::yield_now().await;
-    }
-}
-
 #[test]
 fn server_bounds_and_charges_the_input_of_a_handshake() {
     on_worker(async {
@@ -83,8 +78,7 @@ fn client_bounds_and_charges_the_input_of_a_handshake() {
             "",
             Discovery::off(),
         );
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         let memory = Charge::new(side.worker.slot());
         let used = || side.worker.admission.used_bytes(&[]);
         let server = async {

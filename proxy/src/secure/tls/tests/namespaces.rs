@@ -6,6 +6,7 @@ use std::pin::Pin;
 use std::task::Poll;
 
 use bytes::Bytes;
+use diy_mesh_testkit::wait::until;
 use h2::client::{ResponseFuture, SendRequest};
 use http::Request;
 
@@ -145,9 +146,7 @@ async fn take_slots(slots: &Slots, count: usize, from: [u8; 4], caller: &Rc<Work
         let mut io = connected.await.expect("a TLS session");
         io.flush().await.unwrap();
         open.push(io);
-        while slots.inbound.admission.used(&pending) > 0 {
-            tokio::task::yield_now().await;
-        }
+        until(|| slots.inbound.admission.used(&pending) == 0).await;
     }
     open
 }

@@ -1,6 +1,8 @@
 //! Connection slots of an inbound proxy before and after authentication: many connections of one
 //! address are served, and a flood of one address does not keep the others out.
 
+use diy_mesh_testkit::metrics;
+use diy_mesh_testkit::wait::until;
 use tokio::net::TcpSocket;
 use tokio::task::JoinSet;
 
@@ -52,7 +54,7 @@ impl Slots {
         let (metrics, inbound) = (context.metrics.clone(), Worker::new(context));
         let [caller, other] =
             [WEB, ORDERS].map(|identity| Worker::new(context_of(&authority, identity, PATIENT)));
-        let listener = crate::path::listener::bind([127, 0, 0, 2].into(), 0, DEADLINE).unwrap();
+        let listener = crate::path::listener::bind([127, 0, 0, 2].into(), 0, TEST_TIMEOUT).unwrap();
         let listener = TcpListener::from_std(listener).unwrap();
         let address = listener.local_addr().unwrap();
         tokio::task::spawn_local(accept(inbound.clone(), listener, app));
@@ -103,9 +105,7 @@ impl Slots {
     /// Connections that send these bytes and nothing else, without those that are reset.
     pub(super) async fn flood(&self, bytes: &[u8]) -> Vec<TcpStream> {
         let flood = self.flood_from(FLOODER, 300, bytes).await;
-        while !self.rejected() {
-            tokio::task::yield_now().await;
-        }
+        until(|| self.rejected()).await;
         flood
     }
 
@@ -126,17 +126,16 @@ impl Slots {
     }
 
     pub(super) fn rejections(&self) -> usize {
-        self.metric("failures_total{direction=\"inbound\",code=\"overloaded\"} ")
+        self.metric("failures_total{direction=\"inbound\",code=\"overloaded\"}")
     }
 
     fn open_connections(&self) -> usize {
-        self.metric("connections_open{direction=\"inbound\"} ")
+        self.metric("connections_open{direction=\"inbound\"}")
     }
 
     fn metric(&self, name: &str) -> usize {
-        let page = self.metrics.render();
-        let value = page.split(name).nth(1).unwrap().lines().next();
-        value.unwrap().parse().unwrap()
+        let name = format!("diy_mesh_proxy_{name}");
+        metrics::value(&self.metrics.render(), &name) as usize
     }
 }
 
@@ -211,26 +210,20 @@ fn evicted_connections_hold_nothing_and_others_survive_the_flood() {
     on_worker(async {
         let slots = Slots::new(200, "").await;
         let mut silent = slots.connect(GATEWAY).await.unwrap();
-        while slots.inbound.admission.used(&[]) == 0 {
-            tokio::task::yield_now().await;
-        }
+        until(|| slots.inbound.admission.used(&[]) > 0).await;
         // The flooding clients never close their ends.
         let mut floods = vec![slots.flood(b"").await];
         for host in 10..18 {
             floods.push(slots.flood_from([127, 0, 0, host], 60, b"").await);
         }
         let used = || slots.inbound.admission.used_bytes(&[]);
-        while slots.open_connections() > 200 || used() > 200 * PENDING_COST {
-            tokio::task::yield_now().await;
-        }
+        until(|| slots.open_connections() <= 200 && used() <= 200 * PENDING_COST).await;
         silent.write_all(GET.as_bytes()).await.unwrap();
         let mut answer = String::new();
         silent.read_to_string(&mut answer).await.unwrap();
         assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
         drop((floods, silent));
-        while slots.open_connections() > 0 || slots.inbound.admission.used(&[]) > 0 {
-            tokio::task::yield_now().await;
-        }
+        until(|| slots.open_connections() == 0 && slots.inbound.admission.used(&[]) == 0).await;
         assert_eq!(used(), 0);
     });
 }
@@ -284,9 +277,7 @@ fn requests_of_one_caller_leave_connections_to_the_app_to_other_callers() {
             stream.write_all(post).await.unwrap();
             flood.push(stream);
         }
-        while hanging.get() < 1024 {
-            tokio::task::yield_now().await;
-        }
+        until(|| hanging.get() >= 1024).await;
         let answer = slots.call(FLOODER).await.expect("another caller");
         assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
     });

@@ -55,8 +55,7 @@ async fn client_through(
     mesh: &Mesh,
     address: SocketAddr,
 ) -> EchoServiceClient<tonic::transport::Channel> {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let near = listener.local_addr().unwrap();
+    let (listener, near) = listen().await;
     let worker = mesh.worker.clone();
     tokio::task::spawn_local(async move {
         let (stream, peer) = listener.accept().await.unwrap();
@@ -86,8 +85,7 @@ async fn client_through(
 }
 
 async fn server() -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     tokio::spawn(
         Server::builder()
             .add_service(EchoServiceServer::new(Echo))

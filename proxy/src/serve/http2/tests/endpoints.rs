@@ -128,8 +128,7 @@ fn concurrent_streams_dial_once() {
 fn opens_no_streams_after_goaway() {
     on_worker(async {
         let connections = Rc::new(Cell::new(0));
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         tokio::task::spawn_local({
             let connections = connections.clone();
             async move {
@@ -164,8 +163,8 @@ fn opens_no_streams_after_goaway() {
 /// A server that sends `frames` after the first HEADERS frame on its first connection, and echoes
 /// bodies on the second one.
 async fn app_after(frames: &'static [u8]) -> (SocketAddr, Rc<Cell<usize>>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let (address, connections) = (listener.local_addr().unwrap(), Rc::new(Cell::new(0)));
+    let (listener, address) = listen().await;
+    let connections = Rc::new(Cell::new(0));
     tokio::task::spawn_local({
         let connections = connections.clone();
         async move {
@@ -317,8 +316,7 @@ fn retries_only_idempotent_requests_on_closed_pooled_connection() {
     on_worker(async {
         // The app responds to one request per connection, and closes at the second one without
         // GOAWAY.
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         tokio::task::spawn_local(async move {
             loop {
                 let (stream, _) = listener.accept().await.unwrap();
@@ -455,8 +453,7 @@ fn ignores_and_removes_mesh_error_of_app() {
 /// Sends `request` to an app that closes the connection within the response. Returns the rest of
 /// the body that the client reads, and the trailers.
 async fn truncated_response(request: Request<()>) -> Result<(Bytes, Option<HeaderMap>), h2::Error> {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     tokio::task::spawn_local(async move {
         let (stream, _) = listener.accept().await.unwrap();
         let mut connection = h2::server::handshake(stream).await.unwrap();
@@ -502,8 +499,7 @@ fn truncated_response_ends_with_error() {
 #[test]
 fn replies_with_upstream_malformed_to_non_http2_response() {
     on_worker(async {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         tokio::task::spawn_local(async move {
             let (mut stream, _) = listener.accept().await.unwrap();
             stream
@@ -522,8 +518,8 @@ fn replies_with_upstream_malformed_to_non_http2_response() {
 fn closes_connection_of_silent_endpoint() {
     on_worker(async {
         // A server that sends nothing after its preface.
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let destination = Backend::alone(listener.local_addr().unwrap());
+        let (listener, address) = listen().await;
+        let destination = Backend::alone(address);
         let pool = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
         let mut client = Mesh::new().client(&destination).await;
         let (mut response, _) = client.send_request(get("/"), true).unwrap();

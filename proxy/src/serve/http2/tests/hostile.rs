@@ -1,6 +1,7 @@
 //! Tests with clients that violate the protocol or flood the proxy: it closes their connection,
 //! with GOAWAY if possible, and continues to serve other connections.
 
+use diy_mesh_testkit::wait::until;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::*;
@@ -340,8 +341,7 @@ fn rejects_invalid_preface() {
 
 /// An app with endless responses.
 async fn endless_app() -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     let respond = async |mut respond: SendResponse<Bytes>| {
         let mut body = respond.send_response(Response::new(()), false).unwrap();
         loop {
@@ -479,8 +479,6 @@ fn unread_responses_are_bounded_and_charged_whatever_windows_the_client_grants()
             unchanged.0
         );
         drop(raw);
-        while used() > super::super::CONNECTION_COST {
-            tokio::task::yield_now().await;
-        }
+        until(|| used() <= super::super::CONNECTION_COST).await;
     });
 }

@@ -1,6 +1,7 @@
 //! Metrics of gRPC calls: a call that has failed never counts as a success.
 
 use super::*;
+use diy_mesh_testkit::wait::until;
 
 /// Responds as the path says, and ends calls as applications do.
 async fn call_app() -> SocketAddr {
@@ -74,9 +75,7 @@ fn grpc_calls_count_by_the_status_that_the_client_gets() {
                 Ok(response) => drop(read(response).await),
                 Err(error) => assert!(path == "/reset" && error.is_reset(), "{error}"),
             }
-            while mesh.requests(&labels) == before {
-                tokio::task::yield_now().await;
-            }
+            until(|| mesh.requests(&labels) != before).await;
         }
         let page = mesh.metrics.render();
         let calls = "rpc_client_call_duration_seconds_count{http_route=\"\",service_peer_name=\"\"";
@@ -92,8 +91,6 @@ fn grpc_call_that_the_proxy_fails_has_its_status_and_the_code_of_the_mesh() {
         let mut client = mesh.client_of(closed_address()).await;
         call(&mut client, grpc("/a")).await.unwrap();
         let error = "rpc_response_status_code=\"UNAVAILABLE\",error_type=\"connect-failed\"";
-        while mesh.requests(&[error]) == 0 {
-            tokio::task::yield_now().await;
-        }
+        until(|| mesh.requests(&[error]) > 0).await;
     });
 }

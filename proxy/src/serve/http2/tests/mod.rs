@@ -10,13 +10,15 @@ mod passing;
 mod resets;
 
 use std::future::{Future, poll_fn};
-use std::io::Write;
 use std::net::SocketAddr;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use diy_mesh_testkit::net::{closed_address, connected, listen};
+use diy_mesh_testkit::output::Output;
+use diy_mesh_testkit::wait::{on_worker, until};
 use h2::client::SendRequest;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
@@ -35,44 +37,9 @@ use crate::protocol::Protocol;
 use crate::route::matching::Match;
 use crate::route::{RetryPolicy, Routes, Rule};
 use crate::secure::io::Io;
-use crate::secure::tls::tests::{closed_address, freeze};
+use crate::secure::tls::tests::freeze;
 use crate::upstream::balance::Backend;
 use diy_mesh_model::exchange::Direction;
-
-/// The timeout of a test.
-const TEST_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Runs a test on one thread with a local set, as a worker runs.
-fn on_worker<F: Future<Output = ()>>(test: F) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .unwrap();
-    let local = tokio::task::LocalSet::new();
-    local.block_on(&runtime, async {
-        tokio::time::timeout(TEST_TIMEOUT, test)
-            .await
-            .expect("the test timed out")
-    });
-}
-
-/// The output of the dumps.
-#[derive(Clone, Default)]
-struct Output(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Output {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0
-            .lock()
-            .map_err(|_| std::io::ErrorKind::Other)?
-            .extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
 
 /// A worker and its metrics and dumps.
 struct Mesh {
@@ -171,25 +138,20 @@ impl Mesh {
         destination: &Rc<Backend>,
         caller: Caller,
     ) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (client, accepted) = tokio::join!(
-            TcpStream::connect(listener.local_addr().unwrap()),
-            listener.accept()
-        );
-        let (stream, peer) = accepted.unwrap();
+        let (client, stream) = connected().await;
         let flow = Flow {
             called_by: Default::default(),
             counted: Default::default(),
             slot: self.worker.slot(),
             worker: self.worker.clone(),
             direction,
-            peer,
+            peer: stream.peer_addr().unwrap(),
             original: destination.address().unwrap(),
             destination: destination.clone(),
             caller,
         };
         tokio::task::spawn_local(super::serve(Io::new(stream), Rc::new(flow)));
-        client.unwrap()
+        client
     }
 
     /// An outbound HTTP/2 connection through the proxy.
@@ -204,24 +166,13 @@ impl Mesh {
 
     /// The number of requests with all of these labels.
     fn requests(&self, labels: &[&str]) -> u64 {
-        let page = self.metrics.render();
-        let lines = page.lines().filter(|line| {
-            let is_count = line.starts_with("diy_mesh_proxy_requests_total{");
-            is_count && labels.iter().all(|label| line.contains(label))
-        });
-        let values = lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok());
-        values.sum()
+        let metric = "diy_mesh_proxy_requests_total";
+        diy_mesh_testkit::metrics::sum(&self.metrics.render(), metric, labels)
     }
 
     fn metric(&self, name: &str) -> u64 {
-        let page = self.metrics.render();
-        let line = page
-            .lines()
-            .find_map(|line| line.strip_prefix("diy_mesh_proxy_")?.strip_prefix(name));
-        line.unwrap_or_else(|| panic!("no {name} in {page}"))
-            .trim()
-            .parse()
-            .unwrap()
+        let name = format!("diy_mesh_proxy_{name}");
+        diy_mesh_testkit::metrics::value(&self.metrics.render(), &name)
     }
 }
 
@@ -245,8 +196,7 @@ async fn app_with<F: Future<Output = ()> + 'static>(
     settings: h2::server::Builder,
     handle: impl Fn(Request<RecvStream>, SendResponse<Bytes>) -> F + Clone + 'static,
 ) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     tokio::task::spawn_local(async move {
         loop {
             let (stream, _) = listener.accept().await.unwrap();
@@ -360,13 +310,6 @@ async fn read_body(body: &mut RecvStream) -> Result<(Bytes, Option<HeaderMap>), 
 /// Waits until the other side resets the stream.
 async fn reset_of(stream: &mut SendStream<Bytes>) -> Reason {
     poll_fn(|cx| stream.poll_reset(cx)).await.unwrap()
-}
-
-/// Waits for a condition.
-async fn until(mut condition: impl FnMut() -> bool) {
-    while !condition() {
-        tokio::task::yield_now().await;
-    }
 }
 
 fn fields(pairs: &[(&'static str, &'static str)]) -> HeaderMap {

@@ -517,8 +517,8 @@ fn dumps_exchanges() {
         )
         .await
         .unwrap();
-        until(|| !mesh.dumped.0.lock().unwrap().is_empty()).await;
-        let dumped = String::from_utf8(mesh.dumped.0.lock().unwrap().clone()).unwrap();
+        until(|| !mesh.dumped.text().is_empty()).await;
+        let dumped = mesh.dumped.text();
         let (exchange, details) = dumped.trim_end().rsplit_once('\n').unwrap();
         assert!(
             details.ends_with(&format!(" ms, endpoint {address}, no mutual TLS]")),

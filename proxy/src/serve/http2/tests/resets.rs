@@ -124,8 +124,7 @@ struct UnreadApp {
 
 impl UnreadApp {
     async fn start() -> (SocketAddr, Rc<Self>) {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
+        let (listener, address) = listen().await;
         let app = Rc::<Self>::default();
         let started = app.clone();
         tokio::task::spawn_local(async move {
@@ -208,8 +207,8 @@ fn requests_wait_until_the_app_has_read_the_resets_of_earlier_ones() {
 #[test]
 fn closes_connection_of_endpoint_that_never_acknowledges_settings() {
     on_worker(async {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let destination = Backend::alone(listener.local_addr().unwrap());
+        let (listener, address) = listen().await;
+        let destination = Backend::alone(address);
         let mut rng = fastrand::Rng::new();
         let endpoint = destination.pick(&[], &mut rng).unwrap();
         let pool = endpoint.pool();

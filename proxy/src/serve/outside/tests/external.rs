@@ -2,6 +2,7 @@
 //! HTTP and opaque connections, and the addresses that a host may have.
 
 use bytes::Bytes;
+use diy_mesh_testkit::wait::until;
 use rcgen::SanType;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::version::{TLS12, TLS13};
@@ -430,9 +431,7 @@ fn addresses_stay_without_an_answer_and_their_task_ends() {
         own.destinations.evict_idle(later);
         own.destinations
             .evict_idle(later + std::time::Duration::from_secs(3600));
-        while Rc::strong_count(&pod.worker) >= before {
-            tokio::task::yield_now().await;
-        }
+        until(|| Rc::strong_count(&pod.worker) < before).await;
         let context = WorkerContext::for_a_test("");
         let mut deaf = Worker::new(context);
         Rc::get_mut(&mut deaf).unwrap().resolver = Resolver::new(std::path::Path::new("/none"));

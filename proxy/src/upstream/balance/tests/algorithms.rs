@@ -277,15 +277,9 @@ fn zone_without_enough_healthy_endpoints_shares_its_requests() {
 /// An HTTP/1 application that responds with its number.
 async fn numbered_app(number: usize) -> SocketAddr {
     listening(async move |mut stream| {
-        let mut head = Vec::new();
-        while let Ok(byte) = stream.read_u8().await {
-            head.push(byte);
-            if head.ends_with(b"\r\n\r\n") {
-                head.clear();
-                let answer =
-                    format!("HTTP/1.1 200 OK\r\nX-App: {number}\r\nContent-Length: 0\r\n\r\n");
-                let _ = stream.write_all(answer.as_bytes()).await;
-            }
+        while read_head(&mut stream).await.is_some() {
+            let answer = format!("HTTP/1.1 200 OK\r\nX-App: {number}\r\nContent-Length: 0\r\n\r\n");
+            let _ = stream.write_all(answer.as_bytes()).await;
         }
     })
     .await

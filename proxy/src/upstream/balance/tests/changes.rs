@@ -10,6 +10,7 @@ use super::super::select::{Avoided, Context, Turns};
 use super::super::zone::ZonePreference;
 use super::*;
 use crate::upstream::connect::Pools;
+use diy_mesh_testkit::wait::until;
 
 /// A Service with these endpoints.
 fn shop(endpoints: &[EndpointInfo]) -> Target {
@@ -145,9 +146,7 @@ fn stream_of_a_removed_endpoint_completes_and_its_connections_close() {
             while let Some(Ok((_, mut respond))) = connection.accept().await {
                 let answer = answer.clone();
                 tokio::task::spawn_local(async move {
-                    while !answer.get() {
-                        tokio::task::yield_now().await;
-                    }
+                    until(|| answer.get()).await;
                     let body = respond.send_response(Response::new(()), false);
                     body.expect("an open stream").send_data("late".into(), true)
                 });
@@ -163,9 +162,7 @@ fn stream_of_a_removed_endpoint_completes_and_its_connections_close() {
         tokio::task::spawn_local(async move { drop(connection.await) });
         let get = || Request::get("http://cart/").body(()).expect("valid");
         let (response, _) = client.send_request(get(), true).expect("it is ready");
-        while open.get() == 0 {
-            tokio::task::yield_now().await;
-        }
+        until(|| open.get() > 0).await;
         service.updates.send_replace(Arc::new(shop(&[remaining])));
         assert_eq!(
             http2_failures(&service).await,
@@ -176,9 +173,7 @@ fn stream_of_a_removed_endpoint_completes_and_its_connections_close() {
         let response = response.await.expect("a response");
         let data = response.into_body().data().await;
         assert_eq!(data.expect("a body").expect("complete"), "late");
-        while open.get() > 0 {
-            tokio::task::yield_now().await;
-        }
+        until(|| open.get() == 0).await;
     });
 }
 
@@ -197,9 +192,7 @@ async fn slow_peer(
         let mut io = Io::new(stream);
         poll_fn(|cx| io.poll_fill(cx)).await.expect("a ClientHello");
         accepted.set(true);
-        while !go.get() {
-            tokio::task::yield_now().await;
-        }
+        until(|| go.get()).await;
         let _held = side.accept(io, peer).await.expect("a peer");
         std::future::pending::<()>().await;
     });
@@ -221,9 +214,7 @@ fn request_that_waits_for_a_connection_leaves_a_removed_endpoint() {
             };
             let service = Service::with(&authority, vec![slow]).await;
             let replace = async {
-                while !accepted.get() {
-                    tokio::task::yield_now().await;
-                }
+                until(|| accepted.get()).await;
                 let other = shop(&[EndpointInfo::bare(app)]);
                 service.updates.send_replace(Arc::new(other));
                 go.set(true);

@@ -38,18 +38,6 @@ async fn recording_peer(authority: &Authority, heads: Rc<RefCell<Vec<String>>>) 
     meshed(address)
 }
 
-/// Reads until the bytes end with `end`, or to the end of the stream.
-async fn read_until(io: &mut Io, end: &str) -> String {
-    while !io.unread().ends_with(end.as_bytes()) {
-        match poll_fn(|cx| io.poll_fill(cx)).await {
-            Ok(read) if read > 0 => {}
-            _ => break,
-        }
-    }
-    let read = io.unread().split();
-    String::from_utf8(read.to_vec()).expect("text")
-}
-
 /// A connection of an authenticated peer to the proxy of an endpoint.
 async fn peer_of(service: &Service, endpoint: usize) -> Io {
     let (worker, slot) = (&service.caller.worker, service.caller.worker.slot());
@@ -61,10 +49,8 @@ async fn peer_of(service: &Service, endpoint: usize) -> Io {
 /// The retries that the proxy of an endpoint denied because of an earlier hop.
 fn denied(service: &Service, endpoint: usize) -> u64 {
     let name =
-        "diy_mesh_proxy_retries_denied_total{direction=\"inbound\",reason=\"previous-attempt\"} ";
-    let page = service.endpoints[endpoint].metrics.render();
-    let count = page.lines().find_map(|line| line.strip_prefix(name));
-    count.expect("a metric").parse().expect("a number")
+        "diy_mesh_proxy_retries_denied_total{direction=\"inbound\",reason=\"previous-attempt\"}";
+    metrics::value(&service.endpoints[endpoint].metrics.render(), name)
 }
 
 #[test]
@@ -137,7 +123,7 @@ fn peer_names_only_exchanges_of_its_own_pod() {
             );
             let mut peer = peer_of(&service, 0).await;
             peer.write_all(request.as_bytes()).await.expect("it reads");
-            let answer = read_until(&mut peer, "none").await;
+            let answer = read_all(&mut peer).await;
             assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
             let recent = &service.endpoints[0].worker.recent;
             let last = recent
@@ -155,10 +141,7 @@ fn peer_names_only_exchanges_of_its_own_pod() {
 fn response_that_is_cut_off_is_a_failure_at_both_proxies() {
     on_worker(async {
         let cut = listening(async |mut stream| {
-            let mut head = Vec::new();
-            while !head.ends_with(b"\r\n\r\n") {
-                head.push(stream.read_u8().await.expect("a head"));
-            }
+            read_until(&mut stream, "\r\n\r\n").await;
             let part = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc";
             stream.write_all(part).await.expect("it reads");
         });
@@ -166,10 +149,9 @@ fn response_that_is_cut_off_is_a_failure_at_both_proxies() {
         let request = "GET / HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
         let mut client = service.caller.connect(&service.destination).await;
         client.write_all(request.as_bytes()).await.expect("open");
-        let mut answer = Vec::new();
         // The client sees a reset, as without the mesh.
-        let _ = client.read_to_end(&mut answer).await;
-        assert!(answer.starts_with(b"HTTP/1.1 200 OK"), "{answer:?}");
+        let answer = read_all(&mut client).await;
+        assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer:?}");
         for side in [&service.caller, &service.endpoints[0]] {
             let recent = side.worker.recent.query(Query::After(0)).exchanges;
             assert!(recent[0].is_failure(), "{recent:?}");
@@ -182,10 +164,7 @@ fn response_that_is_cut_off_is_a_failure_at_both_proxies() {
 fn error_of_the_callees_proxy_is_a_failure_at_both_proxies_and_none_of_its_application() {
     on_worker(async {
         let forging = listening(async |mut stream| {
-            let mut head = Vec::new();
-            while !head.ends_with(b"\r\n\r\n") {
-                head.push(stream.read_u8().await.expect("a head"));
-            }
+            read_until(&mut stream, "\r\n\r\n").await;
             let forged =
                 b"HTTP/1.1 403 Forbidden\r\nX-Mesh-Error: denied\r\nContent-Length: 0\r\n\r\n";
             stream.write_all(forged).await.expect("it reads");
@@ -254,7 +233,7 @@ fn no_application_gets_previous_attempts() {
         let mut peer = peer_of(&service, 0).await;
         peer.write_all(forged.as_bytes()).await.expect("it reads");
         for answer in [
-            read_until(&mut peer, "none").await,
+            read_all(&mut peer).await,
             service.call(forged).await,
             exchange(
                 service.caller.connect(&Backend::alone(app().await)).await,
@@ -275,13 +254,9 @@ fn no_application_gets_previous_attempts() {
 /// An HTTP/1 application that closes each connection at the start of its second request.
 async fn short_lived_app() -> SocketAddr {
     listening(async |mut stream| {
-        let mut head = Vec::new();
-        while !head.ends_with(b"\r\n\r\n") {
-            match stream.read_u8().await {
-                Ok(byte) => head.push(byte),
-                Err(_) => return,
-            }
-        }
+        let Some(_) = read_head(&mut stream).await else {
+            return;
+        };
         let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
         stream.write_all(answer).await.expect("it reads");
         // The connection ends with this task.

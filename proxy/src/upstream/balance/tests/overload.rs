@@ -10,16 +10,11 @@ async fn http1_app(head: &'static str) -> (SocketAddr, Rc<Cell<usize>>) {
     let requests = Rc::new(Cell::new(0));
     let counter = requests.clone();
     let address = listening(async move |mut stream| {
-        let mut read = Vec::new();
-        while let Ok(byte) = stream.read_u8().await {
-            read.push(byte);
-            if read.ends_with(b"\r\n\r\n") {
-                counter.set(counter.get() + 1);
-                let answer = format!("HTTP/1.1 {head}\r\nContent-Length: 0\r\n\r\n");
-                // The proxy may have closed.
-                let _ = stream.write_all(answer.as_bytes()).await;
-                read.clear();
-            }
+        while read_head(&mut stream).await.is_some() {
+            counter.set(counter.get() + 1);
+            let answer = format!("HTTP/1.1 {head}\r\nContent-Length: 0\r\n\r\n");
+            // The proxy may have closed.
+            let _ = stream.write_all(answer.as_bytes()).await;
         }
     })
     .await;
@@ -160,17 +155,12 @@ fn rejection_that_may_have_had_an_effect_is_retried_only_if_idempotent() {
 async fn app_with_body(length: usize, sent: usize, connections: Rc<Cell<usize>>) -> EndpointInfo {
     let address = listening(async move |mut stream| {
         connections.set(connections.get() + 1);
-        let mut read = Vec::new();
-        while let Ok(byte) = stream.read_u8().await {
-            read.push(byte);
-            if read.ends_with(b"\r\n\r\n") {
-                read.clear();
-                let head = format!("HTTP/1.1 429 x\r\nContent-Length: {length}\r\n\r\n");
-                // The proxy may have closed.
-                let _ = stream.write_all(head.as_bytes()).await;
-                tokio::task::yield_now().await;
-                let _ = stream.write_all(&vec![b'x'; sent]).await;
-            }
+        while read_head(&mut stream).await.is_some() {
+            let head = format!("HTTP/1.1 429 x\r\nContent-Length: {length}\r\n\r\n");
+            // The proxy may have closed.
+            let _ = stream.write_all(head.as_bytes()).await;
+            tokio::task::yield_now().await;
+            let _ = stream.write_all(&vec![b'x'; sent]).await;
         }
     })
     .await;

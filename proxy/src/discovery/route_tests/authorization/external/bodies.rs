@@ -36,8 +36,7 @@ async fn hasty_pod(app: SocketAddr, server: SocketAddr) -> (Pod, Mesh) {
 
 /// An application that answers when what it has got ends with these bytes.
 async fn app_of(end: &'static str, answer: &'static str) -> (SocketAddr, Rc<RefCell<Vec<u8>>>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     let received: Rc<RefCell<Vec<u8>>> = Rc::default();
     let shared = received.clone();
     tokio::task::spawn_local(async move {
@@ -431,8 +430,7 @@ fn client_that_expects_100_gets_one() {
 /// An application of HTTP/2 that refuses the first `refused` requests once it has got some of them, and
 /// returns the bodies of others.
 async fn echo(refused: usize) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let (listener, address) = listen().await;
     tokio::task::spawn_local(async move {
         let (stream, _) = listener.accept().await.unwrap();
         let mut connection = h2::server::handshake(stream).await.unwrap();
