@@ -42,10 +42,10 @@ macro_rules! fields {
 
 // The fields of an `Entry`, in the order of JSON. The first one always has a value.
 fields! {
-    time: |entry| Value::Plain(entry.time),
+    time: |entry| Value::Plain(&entry.time),
     duration_ms: |entry| Value::Milliseconds(entry.duration),
-    direction: |entry| Value::Plain(entry.direction.name().as_bytes()),
-    protocol: |entry| Value::Plain(entry.protocol.name().as_bytes()),
+    direction: |entry| Value::Plain(entry.direction.name()),
+    protocol: |entry| Value::Plain(entry.protocol.name()),
     method: |entry| Value::text(entry.method.as_deref()),
     path: |entry| Value::text(entry.path.as_deref()),
     status: |entry| Value::option(entry.status, |status| Value::Number(status.into())),
@@ -60,7 +60,7 @@ fields! {
     backend: |entry| Value::text(entry.backend),
     endpoint: |entry| Value::option(entry.endpoint, Value::Address),
     attempts: |entry| Value::Number(entry.attempts.into()),
-    tls: |entry| Value::Plain(entry.tls.as_bytes()),
+    tls: |entry| Value::Plain(entry.tls),
     fault: |entry| Value::text(entry.fault),
     trace_id: |entry| Value::text(entry.trace_id),
     id: |entry| Value::option(entry.id, Value::Id),
@@ -71,7 +71,7 @@ fields! {
 #[derive(Clone, Debug)]
 pub struct Entry<'a> {
     /// The start, in RFC 3339.
-    pub time: &'a [u8],
+    pub time: String,
     /// Its duration, of which lines have milliseconds with microsecond resolution.
     pub duration: Duration,
     /// As seen from the application.
@@ -79,9 +79,9 @@ pub struct Entry<'a> {
     /// What the proxy forwarded.
     pub protocol: Protocol,
     /// The method of the request.
-    pub method: Option<Cow<'a, [u8]>>,
+    pub method: Option<Cow<'a, str>>,
     /// The target of the request, with a masked query.
-    pub path: Option<Cow<'a, [u8]>>,
+    pub path: Option<Cow<'a, str>>,
     /// The status of the response.
     pub status: Option<u16>,
     /// The name of the status of the gRPC call.
@@ -122,8 +122,8 @@ pub struct Entry<'a> {
 enum Value<'a> {
     Absent,
     /// Without quotes, backslashes and control characters.
-    Plain(&'a [u8]),
-    Text(&'a [u8]),
+    Plain(&'a str),
+    Text(&'a str),
     Number(u64),
     Milliseconds(Duration),
     Address(SocketAddr),
@@ -228,15 +228,15 @@ impl Entry<'_> {
 }
 
 impl<'a> Value<'a> {
-    fn text<T: AsRef<[u8]> + ?Sized>(text: Option<&'a T>) -> Self {
-        Self::option(text.map(T::as_ref), Self::Text)
+    fn text(text: Option<&'a str>) -> Self {
+        Self::option(text, Self::Text)
     }
 
     fn option<T>(value: Option<T>, of: impl FnOnce(T) -> Self) -> Self {
         value.map_or(Self::Absent, of)
     }
 
-    /// This and the next one are inlined, so that of all kinds only that of the field is left.
+    /// Inlined, so that of all kinds only that of the field is left.
     #[inline(always)]
     fn write_field(&self, key: &str, out: &mut Vec<u8>) {
         if matches!(self, Self::Absent) {
@@ -245,8 +245,7 @@ impl<'a> Value<'a> {
         out.extend_from_slice(key.as_bytes());
         match self {
             Self::Text(text) if !is_plain(text) => {
-                let text = String::from_utf8_lossy(text);
-                serde_json::to_writer(out, &text).expect("a text can be written");
+                serde_json::to_writer(out, text).expect("a text can be written");
             }
             Self::Plain(_) | Self::Text(_) | Self::Address(_) | Self::Id(_) => {
                 out.push(b'"');
@@ -257,11 +256,10 @@ impl<'a> Value<'a> {
         }
     }
 
-    #[inline(always)]
     fn write(&self, out: &mut Vec<u8>) {
         match self {
             Self::Absent => out.extend(ABSENT.bytes()),
-            Self::Plain(text) | Self::Text(text) => out.extend_from_slice(text),
+            Self::Plain(text) | Self::Text(text) => out.extend_from_slice(text.as_bytes()),
             Self::Number(number) => write_number(*number, out),
             Self::Milliseconds(duration) => {
                 write_number(
@@ -290,68 +288,52 @@ impl<'a> Value<'a> {
     }
 }
 
-/// Whether JSON has the text as it is.
-fn is_plain(text: &[u8]) -> bool {
-    all(text, |byte| byte >= b' ' && byte != b'"' && byte != b'\\')
-}
-
-/// As `Iterator::all`, without a branch for each byte.
-fn all(bytes: &[u8], is: impl Fn(u8) -> bool) -> bool {
-    bytes.iter().fold(true, |all, byte| all & is(*byte))
+/// Whether JSON has the text as it is. Without a branch for each byte.
+fn is_plain(text: &str) -> bool {
+    let needs_escape = |byte| byte < b' ' || byte == b'"' || byte == b'\\';
+    !text
+        .bytes()
+        .fold(false, |found, byte| found | needs_escape(byte))
 }
 
 fn write_number(number: u64, out: &mut Vec<u8>) {
     out.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
 }
 
-/// The digits of each octet, and their number.
-const OCTETS: [([u8; 3], u8); 256] = {
-    let mut octets = [([0; 3], 0); 256];
-    let mut octet = 0;
-    while octet < 256 {
-        let (hundreds, tens, ones) = (octet / 100, octet / 10, octet);
-        let [hundreds, tens, ones] = [digit(hundreds), digit(tens), digit(ones)];
-        octets[octet as usize] = match octet {
-            100.. => ([hundreds, tens, ones], 3),
-            10.. => ([tens, ones, 0], 2),
-            _ => ([ones, 0, 0], 1),
-        };
-        octet += 1;
-    }
-    octets
-};
-
 /// As its `Display` does, which takes several times as long.
 fn write_ipv4(address: Ipv4Addr, out: &mut Vec<u8>) {
-    let (mut text, mut end) = ([b'.'; 16], 0);
+    let (mut text, mut length) = ([b'.'; 16], 0);
     for octet in address.octets() {
-        let (digits, length) = OCTETS[usize::from(octet)];
-        text[end..end + 3].copy_from_slice(&digits);
-        end += usize::from(length);
-        text[end] = b'.';
-        end += 1;
+        for (least, unit) in [(100, 100), (10, 10), (0, 1)] {
+            if octet >= least {
+                text[length] = digit((octet / unit).into());
+                length += 1;
+            }
+        }
+        length += 1;
     }
-    out.extend_from_slice(&text[..end - 1]);
+    out.extend_from_slice(&text[..length - 1]);
 }
 
 fn write_display(value: impl Display, out: &mut Vec<u8>) {
     write!(out, "{value}").expect("memory can be written");
 }
 
-const fn digit(number: u32) -> u8 {
+fn digit(number: u32) -> u8 {
     b'0' + (number % 10) as u8
 }
 
-/// The method or the path of a request as an entry has it: UTF-8 without control characters and
-/// quotes, and not too long.
-pub fn shown(bytes: &[u8]) -> Cow<'_, [u8]> {
+/// The method or the path of a request as an entry has it: without control characters and quotes, and
+/// not too long.
+pub fn shown(bytes: &[u8]) -> Cow<'_, str> {
     let bytes = &bytes[..bytes.len().min(MAX_TEXT_BYTES)];
-    if all(bytes, |byte| matches!(byte, b' '..=b'~') && byte != b'"') {
-        return Cow::Borrowed(bytes);
+    let is_plain = |byte: &u8| matches!(byte, b' '..=b'~') && *byte != b'"';
+    if let (true, Ok(text)) = (bytes.iter().all(is_plain), std::str::from_utf8(bytes)) {
+        return Cow::Borrowed(text);
     }
     let mut out = String::new();
     escape::line(bytes, &mut out);
-    Cow::Owned(out.replace('"', "\\x22").into())
+    Cow::Owned(out.replace('"', "\\x22"))
 }
 
 #[cfg(test)]
@@ -366,12 +348,12 @@ mod tests {
 
     fn entry() -> Entry<'static> {
         Entry {
-            time: b"2026-11-27T10:00:00.000Z",
+            time: "2026-11-27T10:00:00.000Z".into(),
             duration: Duration::from_micros(1_500_020),
             direction: Direction::Inbound,
             protocol: Protocol::Http2,
-            method: Some(b"POST".into()),
-            path: Some(b"/a".into()),
+            method: Some("POST".into()),
+            path: Some("/a".into()),
             status: Some(200),
             grpc_status: Some("UNAVAILABLE"),
             failure: Some("connect"),
@@ -483,10 +465,7 @@ mod tests {
             }
             let fields = line(&entry, &Format::Json);
             let fields: serde_json::Value = serde_json::from_str(&fields).unwrap();
-            assert_eq!(
-                fields["path"].as_str().map(str::as_bytes),
-                entry.path.as_deref()
-            );
+            assert_eq!(fields["path"].as_str(), entry.path.as_deref());
             assert_eq!(fields["status"], 200);
             let format = Format::parse("\"{path}\"").unwrap();
             assert_eq!(line(&entry, &format).matches('"').count(), 2);

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_model::access;
 use diy_mesh_model::code::{Code, GRPC_STATUSES};
@@ -20,7 +20,7 @@ use crate::endpoint::EndpointInfo;
 use crate::error::Failure;
 use crate::http::view::RequestView;
 use crate::labels::TlsKind;
-use crate::observe::dump::{Clock, mask, rfc3339, wall};
+use crate::observe::dump::{mask, rfc3339};
 use crate::route::Rule;
 
 /// The bytes of a method, of a target without its query, and of the text of a failure.
@@ -202,7 +202,7 @@ impl Ended {
     pub fn exchange(&self) -> Exchange {
         let is_opaque = self.protocol == Protocol::Tcp;
         Exchange {
-            time: rfc3339(wall(self.started)),
+            time: self.time(Instant::now()),
             direction: self.direction,
             peer: self.peer,
             destination: self.destination,
@@ -236,15 +236,10 @@ impl Ended {
     }
 
     /// Adds its line of an access log, when it ends.
-    pub(crate) fn write_access(
-        &self,
-        format: &access::Format,
-        clock: &mut Clock,
-        out: &mut Vec<u8>,
-    ) {
+    pub fn write_access(&self, format: &access::Format, out: &mut Vec<u8>) {
         let request = self.target();
         let entry = access::Entry {
-            time: clock.text(self.started),
+            time: self.time(self.ended),
             duration: self.ended.saturating_duration_since(self.started),
             direction: self.direction,
             protocol: self.protocol,
@@ -290,6 +285,13 @@ impl Ended {
     pub fn holder(&self) -> Holder<'_> {
         let caller = self.caller.as_deref();
         (self.direction, caller.map(Identity::namespace))
+    }
+
+    /// The start, in RFC 3339.
+    fn time(&self, now: Instant) -> String {
+        let age = now.saturating_duration_since(self.started);
+        let started = SystemTime::now().checked_sub(age);
+        rfc3339(started.unwrap_or(SystemTime::UNIX_EPOCH))
     }
 
     /// The caller or the endpoint.
@@ -429,7 +431,7 @@ mod tests {
             assert_eq!(request.start_line, shown);
             let mut line = Vec::new();
             let format = access::Format::parse("{method} {path}").unwrap();
-            ended.write_access(&format, &mut Clock::default(), &mut line);
+            ended.write_access(&format, &mut line);
             assert_eq!(line, format!("{shown}\n").into_bytes());
         }
     }

@@ -83,9 +83,6 @@ pub(super) fn start_line(line: &[u8], queries: bool) -> Cow<'_, [u8]> {
 /// Masks the user information of a URL, and its query string and fragment if `queries`.
 pub(crate) fn url(url: &[u8], queries: bool) -> Cow<'_, [u8]> {
     let mut masked = Cow::Borrowed(url);
-    if memchr::memchr3(b'?', b'#', b':', url).is_none() {
-        return masked;
-    }
     let path = url.iter().position(|byte| matches!(byte, b'?' | b'#'));
     if queries && let Some(end) = path {
         masked = Cow::Owned([&url[..=end], MASK.as_bytes()].concat());

@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::telemetry::{DumpFilter, Mode as PolicyMode, Telemetry};
@@ -36,8 +36,6 @@ const MAX_CONCURRENT: u32 = 256;
 const QUEUE_CAPACITY: usize = 512;
 /// The bytes of lines of the access log that wait for the writer. One more may have any length.
 const MAX_LINES: usize = 512 * 1024;
-/// The place of the milliseconds in a time.
-const MILLISECONDS: Range<usize> = 20..23;
 
 /// Content of dumps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -83,16 +81,10 @@ struct Shared {
     budget: AtomicU32,
     /// Concurrent dumps.
     concurrent: AtomicU32,
-    lines: Arc<Mutex<Lines>>,
+    /// Lines of the access log that wait for the writer.
+    lines: Arc<Mutex<Vec<u8>>>,
     queue: SyncSender<Message>,
     metrics: Arc<Metrics>,
-}
-
-/// Lines of the access log that wait for the writer.
-#[derive(Default)]
-struct Lines {
-    waiting: Vec<u8>,
-    clock: Clock,
 }
 
 enum Message {
@@ -177,17 +169,16 @@ impl Dumps {
             return;
         };
         let mut lines = lock(&shared.lines);
-        let Lines { waiting, clock } = &mut *lines;
-        let is_first = waiting.is_empty();
-        if waiting.len() >= MAX_LINES {
+        let is_first = lines.is_empty();
+        if lines.len() >= MAX_LINES {
             shared.metrics.access_logs_dropped.inc();
             return;
         }
-        ended.write_access(&logs.format, clock, waiting);
+        ended.write_access(&logs.format, &mut lines);
         // A writer whose queue is full writes the lines after that.
         if is_first && let Err(TrySendError::Disconnected(_)) = shared.queue.try_send(Message::Wake)
         {
-            waiting.clear();
+            lines.clear();
             shared.metrics.access_logs_dropped.inc();
         }
     }
@@ -205,7 +196,7 @@ impl Dumps {
     }
 }
 
-fn lock(lines: &Mutex<Lines>) -> MutexGuard<'_, Lines> {
+fn lock(lines: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
     lines.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -276,61 +267,23 @@ impl Shared {
     }
 }
 
-/// In RFC 3339 with milliseconds, in UTC.
+/// A time in UTC with milliseconds. Each line of the access log has one: a description of its format
+/// takes four times as many instructions.
 pub(crate) fn rfc3339(time: SystemTime) -> String {
-    String::from_utf8_lossy(&digits(time)).into_owned()
-}
-
-fn digits(time: SystemTime) -> [u8; 24] {
     let time = OffsetDateTime::from(time);
     let mut text = *b"0000-00-00T00:00:00.000Z";
-    put(&mut text[0..4], time.year().unsigned_abs());
-    put(&mut text[5..7], u8::from(time.month()).into());
-    put(&mut text[8..10], time.day().into());
-    put(&mut text[11..13], time.hour().into());
-    put(&mut text[14..16], time.minute().into());
-    put(&mut text[17..19], time.second().into());
-    put(&mut text[MILLISECONDS], time.millisecond().into());
-    text
-}
-
-fn put(places: &mut [u8], mut number: u32) {
-    for digit in places.iter_mut().rev() {
-        *digit = b'0' + (number % 10) as u8;
-        number /= 10;
-    }
-}
-
-/// The texts of times that follow each other. What is computed for one second is kept for it.
-#[derive(Default)]
-pub(crate) struct Clock {
-    second: Option<Instant>,
-    text: [u8; 24],
-}
-
-impl Clock {
-    /// As [`rfc3339`], of a time of the past.
-    pub(crate) fn text(&mut self, time: Instant) -> &[u8] {
-        let kept = self
-            .second
-            .and_then(|second| time.checked_duration_since(second));
-        let after = kept
-            .filter(|after| after.as_secs() == 0)
-            .unwrap_or_else(|| {
-                let time_of_day = wall(time);
-                self.text = digits(time_of_day);
-                let since = time_of_day.duration_since(UNIX_EPOCH).unwrap_or_default();
-                let after = Duration::from_nanos(since.subsec_nanos().into());
-                self.second = time.checked_sub(after);
-                after
-            });
-        put(&mut self.text[MILLISECONDS], after.subsec_millis());
-        &self.text
-    }
-}
-
-/// The time of the wall clock at a time of the past.
-pub(crate) fn wall(time: Instant) -> SystemTime {
-    let passed = SystemTime::now().checked_sub(time.elapsed());
-    passed.unwrap_or(UNIX_EPOCH)
+    let mut put = |places: Range<usize>, mut number: u32| {
+        for digit in text[places].iter_mut().rev() {
+            *digit += (number % 10) as u8;
+            number /= 10;
+        }
+    };
+    put(0..4, time.year().unsigned_abs());
+    put(5..7, u8::from(time.month()).into());
+    put(8..10, time.day().into());
+    put(11..13, time.hour().into());
+    put(14..16, time.minute().into());
+    put(17..19, time.second().into());
+    put(20..23, time.millisecond().into());
+    str::from_utf8(&text).unwrap_or_default().to_owned()
 }

@@ -528,22 +528,3 @@ fn formats_times_as_rfc3339() {
     assert_eq!(at(1_795_305_599_001), "2026-11-21T23:59:59.001Z");
     assert_eq!(at(4_107_542_400_000), "2100-03-01T00:00:00.000Z");
 }
-
-#[test]
-fn clock_keeps_what_it_has_computed_for_a_second_only() {
-    let mut clock = Clock::default();
-    let time = Instant::now() - Duration::from_secs(60);
-    clock.text(time);
-    let second = clock.second.unwrap();
-    let of_wall = wall(time) - time.duration_since(second);
-    // Not at the end of a millisecond, since two clocks are read one after the other.
-    let middle = Duration::from_micros(500);
-    for milliseconds in [0, 9, 999, 1_000, 1_500, 41_000, 2_000, 0, 10, 3_999] {
-        let after = Duration::from_millis(milliseconds) + middle;
-        let text = clock.text(second + after).to_vec();
-        assert_eq!(String::from_utf8(text).unwrap(), rfc3339(of_wall + after));
-    }
-    // Before the second that is kept.
-    let text = clock.text(second - middle).to_vec();
-    assert_eq!(String::from_utf8(text).unwrap(), rfc3339(of_wall - middle));
-}

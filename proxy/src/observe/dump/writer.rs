@@ -12,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_model::exchange::Dump;
 
-use super::{Format, Lines, MAX_DUMPS_PER_SECOND, Message, Shared, lock, rfc3339};
+use super::{Format, MAX_DUMPS_PER_SECOND, Message, Shared, lock, rfc3339};
 use crate::observe::metrics::Metrics;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -28,7 +28,7 @@ pub(super) struct Writer {
     /// Suppressed exchanges at the last report.
     reported: u64,
     /// Lines of the access log that wait.
-    waiting: Arc<Mutex<Lines>>,
+    waiting: Arc<Mutex<Vec<u8>>>,
     /// Their place while they are written.
     lines: Vec<u8>,
 }
@@ -97,7 +97,7 @@ impl Writer {
 
     /// Writes the lines that wait.
     fn write_lines(&mut self) -> Result<(), Closed> {
-        mem::swap(&mut self.lines, &mut lock(&self.waiting).waiting);
+        mem::swap(&mut self.lines, &mut *lock(&self.waiting));
         if self.lines.is_empty() {
             return Ok(());
         }
@@ -110,7 +110,7 @@ impl Writer {
     /// Releases the memory for lines, of which none waits.
     fn release_lines(&mut self) {
         self.lines = Vec::new();
-        lock(&self.waiting).waiting.shrink_to_fit();
+        lock(&self.waiting).shrink_to_fit();
     }
 
     /// Resets the budget after a second. Returns whether the second had no exchanges.
