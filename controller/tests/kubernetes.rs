@@ -10,7 +10,7 @@ mod support;
 
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
@@ -440,7 +440,9 @@ impl Controller {
     async fn stop(mut self, discover: &mut support::Discover) -> tonic::Status {
         self.process.signal(Signal::SIGTERM);
         let status = discover.answer().await.unwrap_err();
-        let exit = self.process.exited().await;
+        let exit = tokio::time::timeout(Duration::from_secs(10), self.process.exited())
+            .await
+            .expect("it ends");
         assert!(exit.success());
         status
     }

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 use std::{fs, iter};
 
 use bytes::Bytes;
@@ -32,7 +33,6 @@ use tokio_rustls::client::TlsStream;
 use diy_mesh_testkit::http::get;
 use diy_mesh_testkit::metrics;
 use diy_mesh_testkit::process::Process;
-use diy_mesh_testkit::wait::soon;
 
 struct Running {
     address: SocketAddr,
@@ -591,7 +591,8 @@ async fn held_connections_do_not_keep_the_api_server_out() {
         }
         let pod = pod("true");
         let review = injector.http1(post("/pods", &review(&pod)));
-        let (status, _) = soon(review).await;
+        let review = tokio::time::timeout(Duration::from_secs(20), review).await;
+        let (status, _) = review.expect("an answer");
         assert_eq!(status, StatusCode::OK);
         held.iter().for_each(|task| task.abort());
     }
