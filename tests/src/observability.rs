@@ -28,20 +28,21 @@ pub fn objects(file: &str) -> Vec<Value> {
 
 /// The metrics of the mesh that a text names, without the ends of the samples of histograms.
 pub fn metric_names(text: &str) -> BTreeSet<String> {
-    let conventions = ["http_server_", "http_client_", "rpc_server_", "rpc_client_"];
+    let prefixes = [
+        "diy_mesh_",
+        "http_server_",
+        "http_client_",
+        "rpc_server_",
+        "rpc_client_",
+    ];
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
-    let is_metric = |word: &&str| {
-        // A crate has the name `diy_mesh_COMPONENT`.
-        let own = word.strip_prefix("diy_mesh_");
-        let is_own = own.is_some_and(|rest| rest.contains('_'));
-        is_own || conventions.iter().any(|prefix| word.starts_with(prefix))
-    };
+    let metrics = words.filter(|word| prefixes.iter().any(|prefix| word.starts_with(prefix)));
     let ends = ["_bucket", "_count", "_sum"];
     let name = |word: &str| {
         let name = ends.iter().find_map(|end| word.strip_suffix(end));
         name.unwrap_or(word).to_owned()
     };
-    words.filter(is_metric).map(name).collect()
+    metrics.map(name).collect()
 }
 
 /// A query of a recipe.

@@ -30,7 +30,7 @@ use prometheus_client::registry::Registry;
 use self::control::unix_seconds;
 use self::flows::Flows;
 use self::policies::PolicyCounters;
-use crate::error::{Exceeded, Failure};
+use crate::error::{Failure, Scope};
 use crate::inbound::edges::Edges;
 use crate::labels::{ExternalResult, HandshakeResult, MirrorResult, RetryDenial, Verdict};
 use crate::limits::timeouts::TimeoutKind;
@@ -291,9 +291,8 @@ impl Metrics {
         self.faults.count(kind.name(), name, Instant::now());
     }
 
-    /// Counts a request that exceeded a rate limit.
-    pub fn rate_limited(&self, exceeded: &Exceeded) {
-        let Exceeded { scope, name, .. } = exceeded;
+    /// Counts a request that exceeded the rate limit with this name.
+    pub fn rate_limited(&self, scope: Scope, name: &Arc<str>) {
         self.rate_limited.count(scope.name(), name, Instant::now());
     }
 

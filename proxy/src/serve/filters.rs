@@ -125,7 +125,8 @@ fn count(
         .rate_limits
         .take(port, caller, &input, Instant::now());
     if let Err(Failure::RateLimited(exceeded)) = &taken {
-        flow.worker.metrics.rate_limited(exceeded);
+        let (metrics, name) = (&flow.worker.metrics, &exceeded.name);
+        metrics.rate_limited(exceeded.scope, name);
     }
     taken
 }

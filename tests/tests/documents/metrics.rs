@@ -1,20 +1,22 @@
 //! The tables of metrics in docs/operations.md are generated from scrapes of the components.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use clap::Parser;
 use diy_mesh_controller::Controller;
 use diy_mesh_model::exchange::Direction;
-use diy_mesh_proxy::error::{Exceeded, Scope};
+use diy_mesh_proxy::error::Scope;
 use diy_mesh_proxy::labels::{ErrorType, Peer, TlsKind};
 use diy_mesh_proxy::observe::exceptions::{Event, Kind};
 use diy_mesh_proxy::observe::metrics::{Counted, Metrics, RequestLabels};
 use diy_mesh_proxy::route::fault::FaultKind;
+use diy_mesh_testkit::http::{get, send};
+use diy_mesh_testkit::tokens::Signer;
+use diy_mesh_testkit::wait::eventually;
 use diy_mesh_tests::observability::metric_names;
 use diy_mesh_tests::repository::{assert_none, read};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 
 use super::documents;
 use super::generated::assert_generated;
@@ -52,12 +54,18 @@ fn operations_has_the_metrics_of_each_component() {
 #[test]
 fn documented_metrics_exist() {
     let scrapes = scrapes();
-    let known: BTreeSet<&String> = scrapes.values().flat_map(BTreeMap::keys).collect();
+    let mut known: BTreeSet<String> = scrapes.values().flat_map(BTreeMap::keys).cloned().collect();
+    // Filters of logs name the crates.
+    known.extend(
+        scrapes
+            .keys()
+            .map(|component| format!("diy_mesh_{component}")),
+    );
     let (mut named, mut unknown) = (0, Vec::new());
     for document in documents() {
         let names = metric_names(&read(&document));
         named += names.len();
-        let names = names.iter().filter(|name| !known.contains(name));
+        let names = names.difference(&known);
         unknown.extend(names.map(|name| format!("{}: {name}", document.display())));
     }
     assert!(named > 100, "cannot parse the documents: {named} metrics");
@@ -167,17 +175,12 @@ fn proxy() -> String {
             metrics.request(&Counted::default(), labels, [0; 2], Duration::ZERO, now);
         }
     }
-    let name: std::sync::Arc<str> = "TrafficPolicy shop/web".into();
+    let name: Arc<str> = "TrafficPolicy shop/web".into();
     for kind in [FaultKind::Delay, FaultKind::Abort] {
         metrics.fault(kind, &name);
     }
     for scope in [Scope::Service, Scope::Caller] {
-        let (name, retry_after) = (name.clone(), Duration::ZERO);
-        metrics.rate_limited(&Exceeded {
-            name,
-            scope,
-            retry_after,
-        });
+        metrics.rate_limited(scope, &name);
     }
     let event = Event {
         kind: Kind::Requests,
@@ -199,10 +202,7 @@ async fn controller() -> String {
     for name in ["catalog", "ca"] {
         std::fs::create_dir(path(name)).expect("a folder");
     }
-    // Of RFC 8037, appendix A.2.
-    let keys = r#"{"keys": [{"kty": "OKP", "crv": "Ed25519", "alg": "EdDSA",
-        "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"}]}"#;
-    std::fs::write(path("keys"), keys).expect("a file");
+    std::fs::write(path("keys"), Signer::named("a").jwks()).expect("a file");
     let config = diy_mesh_controller::Config::parse_from([
         "controller".to_owned(),
         "--listen=127.0.0.1:0".to_owned(),
@@ -213,36 +213,14 @@ async fn controller() -> String {
     ]);
     let controller = Controller::bind(config).await.expect("a controller");
     let admin = controller.admin_address();
-    let get = async |path: &str| {
-        let mut stream = TcpStream::connect(admin).await.expect("a connection");
-        let request = format!(
-            "GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\
-             Accept: application/openmetrics-text\r\n\r\n"
-        );
-        stream
-            .write_all(request.as_bytes())
-            .await
-            .expect("a request");
-        let mut response = String::new();
-        stream
-            .read_to_string(&mut response)
-            .await
-            .expect("a response");
-        response
-    };
     let running = tokio::spawn(controller.run(std::future::pending()));
-    let scrape = async {
-        while !get("/ready").await.starts_with("HTTP/1.1 200") {
-            assert!(!running.is_finished(), "the controller has ended");
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-        get("/metrics").await
-    };
-    let response = tokio::time::timeout(Duration::from_secs(60), scrape).await;
-    let response = response.expect("a controller that is ready");
-    response
-        .split_once("\r\n\r\n")
-        .expect("a head")
-        .1
-        .to_owned()
+    eventually("the controller is ready", async || {
+        assert!(!running.is_finished(), "the controller has ended");
+        let (status, reasons) = get(admin, "/ready").await;
+        (status == 200).then_some(()).ok_or(reasons)
+    })
+    .await;
+    let accept = "Accept: application/openmetrics-text\r\n";
+    let (_, _, page) = send(admin, "GET", "/metrics", accept).await;
+    page
 }

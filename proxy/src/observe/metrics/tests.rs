@@ -244,12 +244,7 @@ fn fill(metrics: &Metrics) {
         metrics.fault(FaultKind::Abort, &name);
         metrics.fault(FaultKind::Delay, &name);
         for scope in [Scope::Service, Scope::Caller] {
-            let (name, retry_after) = (name.clone(), Duration::ZERO);
-            metrics.rate_limited(&Exceeded {
-                name,
-                scope,
-                retry_after,
-            });
+            metrics.rate_limited(scope, &name);
         }
         let destination = format!("shop/{number}");
         for kind in [
