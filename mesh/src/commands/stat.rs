@@ -263,6 +263,10 @@ mod tests {
             text.starts_with("no requests from or to shop/typo; "),
             "{text}"
         );
+        let of = filter("mesh shop/\u{1b}[2J\u{202e}").await;
+        let text = arguments("mesh").text(&of, &Sample::default(), Colors::DISABLED);
+        let expected = "no requests from or to shop/\\x1b[2J\\u{202e}; ";
+        assert!(text.starts_with(expected), "{text:?}");
     }
 
     async fn filter(line: &str) -> Filter {
