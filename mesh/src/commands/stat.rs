@@ -139,7 +139,7 @@ impl Arguments {
             parts.push(match &of.name {
                 None => "no requests\n".to_owned(),
                 Some(name) => format!(
-                    "no requests from or to {}; `mesh identity` and `mesh services` list the names\n",
+                    "no requests from or to {}; without a name, all are shown that have some\n",
                     terminal::printable(name)
                 ),
             });
