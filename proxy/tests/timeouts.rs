@@ -210,7 +210,12 @@ fn every_socket_has_user_timeout_and_keepalive() {
             tls: None,
         };
         let slot = mesh.slot();
-        let dialer = Dialer::new(&mesh.worker.tls, TEST_TIMEOUT, &slot);
+        let dialer = Dialer::new(
+            &mesh.worker.tls,
+            tokio::time::Instant::now(),
+            TEST_TIMEOUT,
+            &slot,
+        );
         let (dialed, accepted) = tokio::join!(dialer.dial(&remote, Alpn::Http1), listener.accept());
         let (dialed, accepted) = (dialed.unwrap(), accepted.unwrap().0);
         for socket in [SockRef::from(dialed.socket()), SockRef::from(&accepted)] {

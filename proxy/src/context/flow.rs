@@ -39,6 +39,7 @@ use crate::upstream::balance::Backend;
 
 /// The name of the field [`EXCHANGE`] in HTTP/1.
 const EXCHANGE_FIELD: &str = "x-mesh-exchange: ";
+const X_MESH_EXCHANGE: HeaderName = HeaderName::from_static(EXCHANGE);
 /// The field in which a gRPC client tells how often it has sent a call before (gRPC proposal A6).
 const GRPC_PREVIOUS_ATTEMPTS: &str = "grpc-previous-rpc-attempts";
 
@@ -100,14 +101,16 @@ impl Announced {
         [head, name, value, end, attempts.as_bytes(), rest].concat()
     }
 
-    /// Adds the fields to a head in HTTP/2, where the identifier is no use to the compression of others.
-    pub fn add_to(self, headers: &mut HeaderMap) {
+    /// Adds the fields to a head in HTTP/2. The identifier is no use to the compression of others, but
+    /// its name is: `is_first` on a connection, the field goes into the table of HPACK (RFC 7541,
+    /// section 2.3.2), and those after it do not spell its name.
+    pub fn add_to(self, headers: &mut HeaderMap, is_first: bool) {
         let id = self
             .exchange
             .map(|id| HeaderValue::from_bytes(&id.digits()));
         if let Some(Ok(mut id)) = id {
-            id.set_sensitive(true);
-            headers.insert(HeaderName::from_static(EXCHANGE), id);
+            id.set_sensitive(!is_first);
+            headers.insert(X_MESH_EXCHANGE, id);
         }
         if self.attempts > 0 {
             let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
@@ -432,5 +435,27 @@ impl Flow {
     /// The proxy shuts down.
     pub fn is_draining(&self) -> bool {
         self.worker.drain.is_cancelled()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn later_requests_of_a_connection_keep_their_identifier_out_of_the_table() {
+        let announced = Announced {
+            attempts: 1,
+            exchange: Some(ExchangeId::new([10, 0, 0, 7].into(), 7)),
+        };
+        let fields = |is_first| {
+            let mut headers = HeaderMap::new();
+            announced.add_to(&mut headers, is_first);
+            headers
+        };
+        let (first, later) = (fields(true), fields(false));
+        assert_eq!(first, later);
+        assert_eq!(first[EXCHANGE], "000000000007");
+        assert!(!first[EXCHANGE].is_sensitive() && later[EXCHANGE].is_sensitive());
     }
 }

@@ -9,6 +9,8 @@ use super::credentials::PolicyField;
 use super::fields::FieldEdit;
 use super::trace_context::TRACEPARENT;
 
+const X_CALLED_BY: HeaderName = HeaderName::from_static(CALLED_BY);
+
 /// A field that only the mesh may set: it has this value alone, or is removed. Names are compared by
 /// [`is_same_name`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,14 +62,14 @@ impl<'a> Edits<'a> {
         }
     }
 
-    fn own(self) -> impl Iterator<Item = MeshField<'a>> {
+    fn own(&self) -> impl Iterator<Item = MeshField<'a>> + use<'a> {
         let fields = self.policy.iter();
         let fields = fields.map(|PolicyField(name, value)| MeshField(name, value.as_ref()));
         let trace = self.trace.map(|value| MeshField(TRACEPARENT, Some(value)));
         self.own.iter().copied().chain(fields).chain(trace)
     }
 
-    fn route(self) -> impl Iterator<Item = &'a FieldEdit> {
+    fn route(&self) -> impl Iterator<Item = &'a FieldEdit> + use<'a> {
         self.route.into_iter().flatten()
     }
 
@@ -76,18 +78,24 @@ impl<'a> Edits<'a> {
     where
         'a: 'f,
     {
-        let is_own = |MeshField(own, _): MeshField<'_>| is_same_name(name, own.as_bytes());
-        let removes = |edits: &[FieldEdit]| edits.iter().any(|edit| edit.removes(name));
         match self.host {
-            _ if self.own().any(is_own) => None,
-            _ if self.route.iter().any(|edits| removes(edits)) => None,
+            _ if self.removes(name) => None,
             Some(host) if name.eq_ignore_ascii_case(b"host") => Some(host.as_bytes()),
             _ => Some(value),
         }
     }
 
+    fn removes(&self, name: &[u8]) -> bool {
+        let is = |own: &str| is_same_name(name, own.as_bytes());
+        let removes = |edits: &[FieldEdit]| edits.iter().any(|edit| edit.removes(name));
+        self.own.iter().any(|MeshField(own, _)| is(own))
+            || self.policy.iter().any(|PolicyField(own, _)| is(own))
+            || self.trace.is_some() && is(TRACEPARENT)
+            || self.route.iter().any(|edits| removes(edits))
+    }
+
     /// The fields that are appended.
-    pub fn appended(self) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
+    pub fn appended(&self) -> impl Iterator<Item = (&'a [u8], &'a [u8])> + use<'a> {
         let own = self.own();
         let own =
             own.filter_map(|MeshField(name, value)| Some((name.as_bytes(), value?.as_bytes())));
@@ -108,10 +116,9 @@ impl<'a> Edits<'a> {
     }
 
     /// Changes the fields of a head of HTTP/2.
-    pub fn apply(self, headers: &mut HeaderMap) {
-        let names = headers
-            .keys()
-            .filter(|name| self.value(name.as_str().as_bytes(), b"").is_none());
+    pub fn apply(&self, headers: &mut HeaderMap) {
+        let names = headers.keys();
+        let names = names.filter(|name| self.removes(name.as_str().as_bytes()));
         let removed: Vec<HeaderName> = names.cloned().collect();
         removed.iter().for_each(|name| drop(headers.remove(name)));
         if let Some(host) = self.host.and_then(|host| HeaderValue::from_str(host).ok())
@@ -123,7 +130,7 @@ impl<'a> Edits<'a> {
             let Some(value) = value else { continue };
             // Not copied: each request gets it.
             let name = if name.eq_ignore_ascii_case(CALLED_BY) {
-                Ok(HeaderName::from_static(CALLED_BY))
+                Ok(X_CALLED_BY)
             } else {
                 HeaderName::from_bytes(name.as_bytes())
             };

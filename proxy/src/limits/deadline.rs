@@ -26,6 +26,11 @@ impl Deadline {
         Self(at.map(|at| (at, limit)))
     }
 
+    /// Whether there is one.
+    pub fn is_set(self) -> bool {
+        self.0.is_some()
+    }
+
     /// The earlier one of two. Of equal ones, `self`.
     pub fn earlier(self, other: Self) -> Self {
         match (self.0, other.0) {

@@ -191,7 +191,7 @@ impl Attempts {
         if self.failures.is_empty() {
             self.backend.retries.record_request(began.into_std());
         }
-        let endpoint = match self.pick(flow) {
+        let endpoint = match self.pick(flow, began.into_std()) {
             Ok(endpoint) => endpoint,
             Err(failure) => return Err(self.summary().unwrap_or(failure)),
         };
@@ -204,7 +204,7 @@ impl Attempts {
         Ok(Attempt {
             began,
             connect_timeout: self.time_to_connect / attempts_left,
-            in_flight: endpoint.begin(),
+            in_flight: endpoint.begin(began.into_std()),
             endpoint,
             outside,
             attempts: self,
@@ -227,11 +227,11 @@ impl Attempts {
         Ok(Some(outside))
     }
 
-    fn pick(&self, flow: &Flow) -> Result<Rc<Endpoint>, Failure> {
+    fn pick(&self, flow: &Flow, now: Instant) -> Result<Rc<Endpoint>, Failure> {
         let Worker { metrics, rng, .. } = &*flow.worker;
         let (policy, rng) = (flow.worker.policy(), &mut rng.borrow_mut());
         let (preference, avoided) = (self.settings.preference, &self.avoided);
-        let picked = (self.backend).pick_for(preference, avoided, &policy.zone, rng)?;
+        let picked = (self.backend).pick_for(preference, avoided, &policy.zone, rng, now)?;
         let zone = &picked.info.zone;
         if !zone.is_empty() && !policy.zone.is_empty() {
             metrics.zone(*zone == policy.zone);
@@ -383,7 +383,8 @@ impl Attempt<'_> {
 
     /// Opens the connections of this attempt.
     pub fn dialer<'a>(&self, flow: &'a Flow) -> Dialer<'a> {
-        Dialer::new(&flow.worker.tls, self.connect_timeout, &flow.slot)
+        let (tls, slot) = (&flow.worker.tls, &flow.slot);
+        Dialer::new(tls, self.began, self.connect_timeout, slot)
     }
 
     /// There is a new connection. Fails if discovery has removed the endpoint in the meantime:

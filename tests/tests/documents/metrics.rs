@@ -164,7 +164,7 @@ fn proxy() -> String {
         ] {
             let labels = RequestLabels {
                 direction,
-                route: "HTTPRoute shop/web".into(),
+                route: Some("HTTPRoute shop/web".into()),
                 peer: Peer::new("web", "shop"),
                 method: "GET",
                 status: 200,

@@ -119,7 +119,7 @@ fn prefers_endpoint_with_fewer_in_flight_requests() {
     let (_sender, destination) =
         watched_destination(service(&[info("10.0.0.1:80"), info("10.0.0.2:80")]));
     let loaded = find(&destination, "10.0.0.1:80");
-    let requests: Vec<_> = (0..3).map(|_| loaded.begin()).collect();
+    let requests: Vec<_> = (0..3).map(|_| loaded.begin(Instant::now())).collect();
     assert_eq!(
         picks(&destination, &[], 100),
         HashMap::from([("10.0.0.2:80".to_owned(), 100)])
@@ -132,7 +132,7 @@ fn prefers_endpoint_with_fewer_in_flight_requests() {
             destination
                 .pick(&[], &mut rng())
                 .expect("there are two endpoints")
-                .begin(),
+                .begin(Instant::now()),
         );
     }
     assert_eq!(
@@ -160,7 +160,7 @@ fn draining_endpoint_gets_requests_only_while_no_endpoint_is_ready() {
     };
     let (one, other) = ("10.0.0.1:80", "10.0.0.2:80");
     let (sender, destination) = watched_destination(target(&[one, other], &[]));
-    let in_flight = find(&destination, one).begin();
+    let in_flight = find(&destination, one).begin(Instant::now());
     sender.send_replace(target(&[other], &[one]));
     assert_eq!(
         picks(&destination, &[], 100),
@@ -204,7 +204,9 @@ fn session_affinity_keeps_the_endpoint_in_all_workers_until_it_fails_or_leaves()
     assert_ne!(second, first);
     assert_eq!(only(&one), second);
     // It refuses connections.
-    find(&one, &second.to_string()).begin().refused();
+    find(&one, &second.to_string())
+        .begin(Instant::now())
+        .refused();
     let third = only(&one);
     assert_ne!(third, second);
     // Discovery removes it.
@@ -295,14 +297,16 @@ fn picks_quarantined_endpoints_only_if_all_are_quarantined() {
         info("10.0.0.2:80"),
         info("10.0.0.3:80"),
     ]));
-    find(&destination, "10.0.0.2:80").begin().refused();
+    find(&destination, "10.0.0.2:80")
+        .begin(Instant::now())
+        .refused();
     let remaining = picks(&destination, &[], 100);
     assert!(
         remaining.len() == 2 && !remaining.contains_key("10.0.0.2:80"),
         "{remaining:?}"
     );
     for other in ["10.0.0.1:80", "10.0.0.3:80"] {
-        find(&destination, other).begin().refused();
+        find(&destination, other).begin(Instant::now()).refused();
     }
     assert_eq!(picks(&destination, &[], 100).len(), 3);
 }
@@ -313,7 +317,7 @@ fn announcement_ends_quarantine_of_its_endpoint() {
     let (sender, destination) = watched_destination(service(&[one.clone(), other.clone()]));
     let now = Instant::now();
     for text in ["10.0.0.1:80", "10.0.0.2:80"] {
-        find(&destination, text).begin().refused();
+        find(&destination, text).begin(Instant::now()).refused();
     }
     sender.send_replace(service(&[one, info("10.0.0.2:80"), info("10.0.0.3:80")]));
     destination.apply_updates();
@@ -332,7 +336,10 @@ fn update_keeps_state_of_remaining_endpoints_and_closes_removed_ones() {
         find(&destination, "10.0.0.2:80"),
         find(&destination, "10.0.0.1:80"),
     );
-    let (_held, request) = (remaining.begin(), removed.begin());
+    let (_held, request) = (
+        remaining.begin(Instant::now()),
+        removed.begin(Instant::now()),
+    );
     sender.send_replace(service(&[info("10.0.0.2:80"), info("10.0.0.3:80")]));
     let picks = picks(&destination, &[], 200);
     assert!(
@@ -461,7 +468,7 @@ fn limits_of_a_policy_change_the_connections_and_not_the_endpoint() {
     };
     let (sender, destination) = watched_destination(with(u32::MAX));
     let endpoint = find(&destination, "10.0.0.1:80");
-    let (before, request) = (endpoint.pool(), endpoint.begin());
+    let (before, request) = (endpoint.pool(), endpoint.begin(Instant::now()));
     sender.send_replace(with(u32::MAX));
     assert!(Rc::ptr_eq(
         &find(&destination, "10.0.0.1:80").pool(),
@@ -509,7 +516,9 @@ fn slow_endpoint_is_quarantined_by_a_policy() {
             for (host, milliseconds) in [("10.0.0.1:80", 1), ("10.0.0.3:80", 2), ("10.0.0.2:80", 9)]
             {
                 let latency = Duration::from_millis(milliseconds);
-                find(&destination, host).begin().answered_after(latency);
+                find(&destination, host)
+                    .begin(Instant::now())
+                    .answered_after(latency);
             }
         }
         assert_eq!(picks(&destination, &[], 1).len(), 1);
@@ -573,7 +582,7 @@ async fn failures_of_one_service_quarantine_no_endpoint_of_another() {
         watched_destination(service(&endpoints)).1,
     );
     for _ in 0..5 {
-        find(&one, "10.0.0.1:80").begin().failed();
+        find(&one, "10.0.0.1:80").begin(Instant::now()).failed();
     }
     let is_quarantined =
         |destination| find(destination, "10.0.0.1:80").is_quarantined(Instant::now());

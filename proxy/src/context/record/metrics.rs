@@ -1,6 +1,5 @@
 //! What metrics take from the record of an exchange.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use diy_mesh_model::exchange::Direction;
@@ -18,7 +17,7 @@ impl ExchangeRecord {
         let rule = self.ended.rule.as_ref();
         let labels = RequestLabels {
             direction: flow.direction,
-            route: rule.map_or_else(Arc::default, |(rule, _)| rule.name.clone()),
+            route: rule.map(|(rule, _)| rule.name.clone()),
             peer: self.peer(),
             method: self.method,
             status: self.ended.status.map_or(0, |status| status.as_u16()),

@@ -4,6 +4,7 @@
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -30,8 +31,8 @@ const DURATIONS: [&str; 4] = [
 pub struct RequestLabels {
     /// Of its connection.
     pub direction: Direction,
-    /// The rule that it matched.
-    pub route: Arc<str>,
+    /// The rule that it matched. None: shared by no workers, which an empty text would be.
+    pub route: Option<Arc<str>>,
     /// The caller or the Service.
     pub peer: Peer,
     /// One of the known methods.
@@ -50,7 +51,7 @@ pub struct RequestLabels {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct DurationLabels {
     kind: usize,
-    route: Arc<str>,
+    route: Option<Arc<str>>,
     peer: Peer,
 }
 
@@ -102,7 +103,8 @@ impl Requests {
     /// Counts a request that ended now, of a connection that keeps `counted`.
     pub fn count(&self, counted: &Counted, labels: RequestLabels, took: Duration, now: Instant) {
         let mut latest = counted.latest.borrow_mut();
-        let same = latest.take().filter(|latest| latest.labels == labels);
+        let same = latest.take();
+        let same = same.filter(|latest| latest.labels.is_identical(&labels));
         let sets = latest.insert(same.unwrap_or_else(|| Latest {
             count: self.counts.get(&labels, now),
             duration: self.durations.get(&labels.duration(), now),
@@ -150,7 +152,7 @@ impl Requests {
             let mut family = encoder.encode_descriptor(name, &help, None, MetricType::Histogram)?;
             for (labels, set) in all.iter().filter(|(labels, _)| labels.kind == kind) {
                 let (seconds, count, buckets) = set.value().read();
-                let labels = peer_labels(&labels.route, &labels.peer);
+                let labels = peer_labels(labels.route.as_deref(), &labels.peer);
                 let mut histogram = family.encode_family(&labels)?;
                 histogram.encode_histogram::<NoLabelSet>(seconds, count, &buckets, None)?;
             }
@@ -163,7 +165,7 @@ impl Requests {
         let help = "Requests that ended, with or without a response.";
         let mut family = encoder.encode_descriptor("requests", help, None, MetricType::Counter)?;
         for (labels, set) in self.counts.all() {
-            let [route, name, namespace] = peer_labels(&labels.route, &labels.peer);
+            let [route, name, namespace] = peer_labels(labels.route.as_deref(), &labels.peer);
             let status = labels.status_text();
             let all = [
                 ("direction", labels.direction.name()),
@@ -184,25 +186,38 @@ impl Requests {
     }
 }
 
-fn named(((direction, route, peer), flow): ((usize, Arc<str>, Peer), Flow)) -> Flow {
+fn named(((direction, route, peer), flow): ((usize, Option<Arc<str>>, Peer), Flow)) -> Flow {
     Flow {
         inbound: direction == Direction::Inbound as usize,
-        route: route.to_string(),
+        route: route.as_deref().unwrap_or_default().to_owned(),
         peer_namespace: peer.namespace.to_string(),
         peer: peer.name.to_string(),
         ..flow
     }
 }
 
-fn peer_labels<'a>(route: &'a str, peer: &'a Peer) -> [(&'static str, &'a str); 3] {
+fn peer_labels<'a>(route: Option<&'a str>, peer: &'a Peer) -> [(&'static str, &'a str); 3] {
     [
-        ("http_route", route),
+        ("http_route", route.unwrap_or_default()),
         ("service_peer_name", &peer.name),
         ("service_peer_namespace", &peer.namespace),
     ]
 }
 
 impl RequestLabels {
+    /// Whether all texts are the same ones in memory, as those of a connection's requests usually are:
+    /// to compare them would take longer, most of all empty ones, which have no address.
+    fn is_identical(&self, other: &Self) -> bool {
+        let texts = |labels: &Self| {
+            let Peer { name, namespace } = &labels.peer;
+            let route = labels.route.as_ref().map(Arc::as_ptr);
+            let peer = [name, namespace].map(Arc::as_ptr);
+            (route, peer, [labels.method, labels.grpc].map(ptr::from_ref))
+        };
+        let rest = |labels: &Self| (labels.direction, labels.status, labels.error, labels.tls);
+        texts(self) == texts(other) && rest(self) == rest(other)
+    }
+
     fn duration(&self) -> DurationLabels {
         DurationLabels {
             kind: self.direction as usize + 2 * usize::from(!self.grpc.is_empty()),
@@ -231,7 +246,7 @@ impl Labels for RequestLabels {
         let class = (self.status / 100).min(5);
         Self {
             direction: self.direction,
-            route: OTHER.into(),
+            route: Some(OTHER.into()),
             peer: Peer::other(),
             method: OTHER_VALUE,
             // The status of a call is that of gRPC.
@@ -257,7 +272,7 @@ impl Labels for DurationLabels {
     fn other(&self) -> Self {
         Self {
             kind: self.kind,
-            route: OTHER.into(),
+            route: Some(OTHER.into()),
             peer: Peer::other(),
         }
     }

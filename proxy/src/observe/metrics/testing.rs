@@ -9,7 +9,7 @@ use crate::labels::{ErrorType, Peer, TlsKind};
 pub(crate) fn request(direction: Direction, route: &str, peer: (&str, &str)) -> RequestLabels {
     RequestLabels {
         direction,
-        route: route.into(),
+        route: (!route.is_empty()).then(|| route.into()),
         peer: Peer::new(peer.1, peer.0),
         method: "GET",
         status: 200,

@@ -1212,7 +1212,12 @@ fn connections_of_a_pod_to_itself_use_no_tls() {
             });
         let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
         let slot = side.worker.slot();
-        let dialer = crate::upstream::connect::Dialer::new(&side.worker.tls, TEST_TIMEOUT, &slot);
+        let dialer = crate::upstream::connect::Dialer::new(
+            &side.worker.tls,
+            tokio::time::Instant::now(),
+            TEST_TIMEOUT,
+            &slot,
+        );
         let io = dialer
             .dial(&endpoint.pool().remote, super::Alpn::Http1)
             .await

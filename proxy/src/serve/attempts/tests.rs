@@ -222,12 +222,12 @@ async fn retry_finds_the_endpoint_that_does_not_refuse_it_without_a_list_of_the_
         retry_after: Duration::from_secs(600),
     });
     for number in 1..1000 {
-        endpoint(number).begin().answered(overload);
+        endpoint(number).begin(Instant::now()).answered(overload);
     }
     let mut attempts = new(&flow, backend, AttemptSettings::default());
     let mut attempt = Attempt {
         endpoint: endpoint(1),
-        in_flight: endpoint(1).begin(),
+        in_flight: endpoint(1).begin(Instant::now()),
         outside: None,
         attempts: &mut attempts,
         began: tokio::time::Instant::now(),
@@ -242,7 +242,7 @@ async fn retry_finds_the_endpoint_that_does_not_refuse_it_without_a_list_of_the_
         .unwrap_err();
     assert_eq!(error.retry, Retry::OtherEndpoint);
     assert_eq!(attempts.avoided.tried, [address(0x0a00_0001)]);
-    let picked = attempts.pick(&flow);
+    let picked = attempts.pick(&flow, Instant::now());
     assert_eq!(picked.unwrap().address, address(0x0a00_0000 + 1000));
 }
 

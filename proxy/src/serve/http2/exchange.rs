@@ -26,6 +26,7 @@ use crate::http::discard::{MAX_DISCARD, in_background};
 use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
 use crate::http::verdict::Verdict;
+use crate::http::view::RequestView;
 use crate::limits::deadline::Deadline;
 use crate::limits::memory::Charge;
 use crate::protocol::HttpVersion;
@@ -194,7 +195,7 @@ impl Exchange {
             stream: &self.client,
             memory: &mut self.memory,
             cost: self.cost,
-            expects_continue: request.expects_continue(),
+            request: &request,
             is_continued: &mut self.is_continued,
         };
         let record = &mut self.record;
@@ -314,7 +315,7 @@ impl Exchange {
         self.judge_again().map_err(AttemptError::last)?;
         let mut parts = self.parts.clone();
         if let Some(announced) = attempt.announced(lease.is_peer(), self.record.id()) {
-            announced.add_to(&mut parts.headers);
+            announced.add_to(&mut parts.headers, lease.announces_first());
         }
         head::set_deadline(&mut parts, attempt.exchange_deadline());
         if attempt.endpoint.info.server_tls().is_some() {
@@ -683,7 +684,7 @@ struct Waiting<'a> {
     stream: &'a Stream,
     memory: &'a mut Charge,
     cost: usize,
-    expects_continue: bool,
+    request: &'a RequestView<'a>,
     is_continued: &'a mut bool,
 }
 
@@ -704,7 +705,7 @@ impl Client for Waiting<'_> {
             if let Poll::Ready(read) = read {
                 return Poll::Ready(Ok(read.ok()));
             }
-            if self.expects_continue && !mem::replace(self.is_continued, true) {
+            if self.request.expects_continue() && !mem::replace(self.is_continued, true) {
                 let mut interim = Response::new(());
                 *interim.status_mut() = StatusCode::CONTINUE;
                 // An error means that the client has closed, which is detected below.

@@ -13,7 +13,7 @@ use crate::http::view::{RequestView, is_grpc_type};
 use crate::limits::deadline::{Deadline, parse_grpc_timeout};
 
 /// The time that a gRPC client waits for the end of the call.
-const GRPC_TIMEOUT: &str = "grpc-timeout";
+const GRPC_TIMEOUT: HeaderName = HeaderName::from_static("grpc-timeout");
 
 /// The reason why the request is malformed (RFC 9113), or ambiguous for the next hop.
 pub fn malformed(parts: &Parts) -> Option<&'static str> {
@@ -109,15 +109,16 @@ pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
 
 /// The deadline of the caller of a gRPC call, if it has one.
 pub(super) fn deadline(parts: &Parts) -> Deadline {
-    let timeout = parts.headers.get(GRPC_TIMEOUT);
-    let timeout = timeout.filter(|_| is_grpc(&parts.headers));
+    let is_grpc = is_grpc(&parts.headers);
+    let timeout = is_grpc.then(|| parts.headers.get(GRPC_TIMEOUT)).flatten();
     let timeout = timeout.and_then(|timeout| parse_grpc_timeout(timeout.as_bytes()));
     Deadline::after(timeout, Limit::Caller)
 }
 
 /// Reduces the `grpc-timeout` of an attempt to the time that is left.
 pub(super) fn set_deadline(parts: &mut Parts, deadline: Deadline) {
-    if let Some(field) = parts.headers.get_mut(GRPC_TIMEOUT)
+    if deadline.is_set()
+        && let Some(field) = parts.headers.get_mut(GRPC_TIMEOUT)
         && let Some(left) = deadline.grpc_timeout(field.as_bytes())
         && let Ok(left) = HeaderValue::try_from(left)
     {

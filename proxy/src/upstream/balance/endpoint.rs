@@ -72,9 +72,9 @@ impl Endpoint {
     }
 
     /// Counts a request that starts now.
-    pub fn begin(self: &Rc<Self>) -> InFlight {
+    pub fn begin(self: &Rc<Self>, now: Instant) -> InFlight {
         self.in_flight.set(self.in_flight.get() + 1);
-        let trial = self.judgement.begin(Instant::now());
+        let trial = self.judgement.begin(now);
         self.health.observe();
         InFlight {
             endpoint: self.clone(),
@@ -304,7 +304,10 @@ mod tests {
     #[test]
     fn counts_requests_until_they_are_dropped() {
         let endpoint = endpoint();
-        let (mut one, other) = (endpoint.begin(), endpoint.begin());
+        let (mut one, other) = (
+            endpoint.begin(Instant::now()),
+            endpoint.begin(Instant::now()),
+        );
         assert_eq!(endpoint.in_flight(), 2);
         one.answered(Verdict::Success);
         assert_eq!(endpoint.in_flight(), 2);
@@ -316,19 +319,19 @@ mod tests {
     fn latency_excludes_dialing_and_opaque_connections() {
         let (dialed, pooled, opened) = (endpoint(), endpoint(), endpoint());
         for _ in 0..10 {
-            let mut slow = dialed.begin();
+            let mut slow = dialed.begin(Instant::now());
             slow.trial.started_at -= SECOND;
             slow.connected();
             drop(slow);
             pooled.latency.record_success(SECOND / 2, Instant::now());
         }
         assert!(dialed.is_cheaper(&pooled, Instant::now()));
-        let mut connection = opened.begin();
+        let mut connection = opened.begin(Instant::now());
         connection.opened();
         connection.trial.started_at -= SECOND;
         drop(connection);
         // It still has no latency: only in-flight requests are compared.
-        let in_flight = dialed.begin();
+        let in_flight = dialed.begin(Instant::now());
         assert!(
             opened.is_cheaper(&dialed, Instant::now())
                 && !dialed.is_cheaper(&opened, Instant::now())
@@ -355,8 +358,8 @@ mod tests {
     fn failure_makes_endpoint_more_expensive() {
         let (failing, healthy) = (endpoint(), endpoint());
         for _ in 0..10 {
-            drop(healthy.begin());
-            failing.begin().failed();
+            drop(healthy.begin(Instant::now()));
+            failing.begin(Instant::now()).failed();
         }
         assert!(healthy.is_cheaper(&failing, Instant::now()));
     }

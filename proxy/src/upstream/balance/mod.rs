@@ -304,9 +304,9 @@ impl Backend {
         avoided: &Avoided,
         zone: &str,
         rng: &mut fastrand::Rng,
+        now: Instant,
     ) -> Result<Rc<Endpoint>, Failure> {
         self.apply_updates();
-        let now = Instant::now();
         self.health.check_circuit(now)?;
         let state = self.state.borrow();
         self.compare_latencies(&state.members, now);

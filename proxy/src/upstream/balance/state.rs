@@ -155,12 +155,12 @@ mod tests {
     fn endpoint_is_ready_or_ejected_or_gets_no_retries() {
         let backend = backend(4, Routes::default());
         let endpoint = |number| backend.endpoint(address(number)).expect("an endpoint");
-        endpoint(2).begin().refused();
+        endpoint(2).begin(Instant::now()).refused();
         let overload = Overload {
             retry: Retryable::Idempotent,
             retry_after: MINUTE,
         };
-        let mut in_flight = endpoint(3).begin();
+        let mut in_flight = endpoint(3).begin(Instant::now());
         in_flight.answered(Verdict::Overloaded(overload));
         let now = Instant::now();
         let state = backend.state(10_000, now);
@@ -193,7 +193,7 @@ mod tests {
             backend
                 .endpoint(address(number))
                 .expect("an endpoint")
-                .begin()
+                .begin(Instant::now())
                 .failed();
         }
         let state = |now| backend.state(10_000, now).circuit_open_ms;
@@ -208,7 +208,7 @@ mod tests {
         backend
             .endpoint(address(1999))
             .expect("an endpoint")
-            .begin()
+            .begin(Instant::now())
             .refused();
         let endpoints = backend.state(10_000, Instant::now()).endpoints;
         assert_eq!(endpoints.items.len() + endpoints.omitted, 2000);

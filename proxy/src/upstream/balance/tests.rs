@@ -88,7 +88,7 @@ impl Backend {
             tried: tried.to_vec(),
             ..Avoided::default()
         };
-        self.pick_for(Preference::default(), &avoided, "", rng)
+        self.pick_for(Preference::default(), &avoided, "", rng, Instant::now())
     }
 
     /// The endpoint with this address.

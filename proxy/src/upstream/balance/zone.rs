@@ -60,7 +60,8 @@ impl Default for ZonePreference {
 impl ZonePreference {
     /// Sets the zone of this proxy. Empty: no zone is preferred.
     pub fn set_zone(&self, zone: &str) {
-        if **self.own_zone.borrow() != *zone {
+        let stays_unset = zone.is_empty() && !self.is_active();
+        if !stays_unset && !self.is_own(zone) {
             *self.own_zone.borrow_mut() = zone.into();
         }
     }
@@ -77,11 +78,15 @@ impl ZonePreference {
 
     /// Records the latency of a response from an endpoint of this zone.
     pub fn record(&self, zone: &str, latency: Duration, now: Instant) {
-        match self.is_own(zone) {
-            _ if !self.is_active() => {}
-            true => self.own.record_success(latency, now),
-            false => self.others.record_success(latency, now),
+        if !self.is_active() {
+            return;
         }
+        let side = if self.is_own(zone) {
+            &self.own
+        } else {
+            &self.others
+        };
+        side.record_success(latency, now);
     }
 
     /// Whether the next request stays in the zone. `healthy` is the share of its endpoints that are.

@@ -76,6 +76,8 @@ pub(super) struct Connection {
     unread: mpsc::UnboundedSender<Unread>,
     /// A stream on the connection has ended. The peer may have closed the connection since.
     reused: Cell<bool>,
+    /// A request has told the peer its exchange.
+    announced: Cell<bool>,
     /// The peer's SETTINGS have arrived, if somebody has waited for them.
     settled: OnceCell<()>,
     health: RefCell<Health>,
@@ -403,6 +405,11 @@ impl Lease {
         self.connection.io.acceptance()
     }
 
+    /// Whether no request on the connection has told the peer its exchange before.
+    pub fn announces_first(&self) -> bool {
+        !self.connection.announced.replace(true)
+    }
+
     /// Whether the connection has carried another stream before.
     pub fn is_reused(&self) -> bool {
         self.connection.reused.get()
@@ -539,6 +546,7 @@ async fn open(
         streams,
         unread,
         reused: Cell::new(false),
+        announced: Cell::new(false),
         settled: OnceCell::new(),
         health: RefCell::new(health),
         lifetime,

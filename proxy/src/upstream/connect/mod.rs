@@ -440,14 +440,18 @@ pub struct Dialer<'a> {
 }
 
 impl<'a> Dialer<'a> {
-    /// Opens connections for an attempt that begins now. One may take until the timeout, its queues
-    /// and its TLS handshake included.
-    pub fn new(tls: &'a Tls, timeout: Duration, slot: &'a Rc<ConnectionSlot>) -> Self {
-        let deadline = tokio::time::Instant::now() + timeout;
+    /// Opens connections for an attempt that has begun. One may take until the timeout, its queues and
+    /// its TLS handshake included.
+    pub fn new(
+        tls: &'a Tls,
+        began: tokio::time::Instant,
+        timeout: Duration,
+        slot: &'a Rc<ConnectionSlot>,
+    ) -> Self {
         Self {
             tls,
             timeout,
-            deadline,
+            deadline: began + timeout,
             slot,
         }
     }

@@ -58,7 +58,12 @@ async fn listening() -> (TcpListener, Remote) {
 
 fn dialer(worker: &Worker, seconds: u64) -> Dialer<'_> {
     let slot = Box::leak(Box::new(worker.slot()));
-    Dialer::new(&worker.tls, Duration::from_secs(seconds), slot)
+    Dialer::new(
+        &worker.tls,
+        tokio::time::Instant::now(),
+        Duration::from_secs(seconds),
+        slot,
+    )
 }
 
 /// Connections and their far ends.
@@ -295,6 +300,7 @@ async fn oldest_idle_connections_of_all_endpoints_are_closed_beyond_the_maximum(
             &Avoided::default(),
             "",
             &mut fastrand::Rng::with_seed(0),
+            start,
         );
         let endpoint = pick.expect("the address itself");
         let now = start + Duration::from_millis(number.into());

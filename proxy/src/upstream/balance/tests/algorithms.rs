@@ -112,7 +112,7 @@ impl Endpoints {
 }
 
 fn quarantine(endpoint: &Rc<Endpoint>) {
-    endpoint.begin().refused();
+    endpoint.begin(Instant::now()).refused();
 }
 
 #[test]
@@ -156,13 +156,13 @@ fn least_request_counts_no_latency() {
     let (slow, fast) = (endpoints.endpoint(1), endpoints.endpoint(2));
     for _ in 0..100 {
         // A failure counts as a latency of a second.
-        slow.begin()
+        slow.begin(Instant::now())
             .answered(crate::http::verdict::Verdict::Success);
-        slow.begin().discard();
+        slow.begin(Instant::now()).discard();
     }
-    let in_flight = fast.begin();
+    let in_flight = fast.begin(Instant::now());
     assert_eq!(endpoints.host(None), 1);
-    let more = [slow.begin(), slow.begin()];
+    let more = [slow.begin(Instant::now()), slow.begin(Instant::now())];
     assert_eq!(endpoints.host(None), 2);
     drop((in_flight, more));
 }
@@ -201,16 +201,18 @@ fn keys_of_quarantined_and_overloaded_endpoints_spill_and_return() {
     let mut endpoints = Endpoints::new(&service(&hashed, &[1, 2, 3, 4]), 1);
     let key = Some(hash(b"user"));
     let usual = endpoints.pick(key);
-    let held: Vec<_> = (0..15).map(|_| usual.begin()).collect();
+    let held: Vec<_> = (0..15).map(|_| usual.begin(Instant::now())).collect();
     assert!(
         Rc::ptr_eq(&endpoints.pick(key), &usual),
         "few requests in flight"
     );
-    let one_more = usual.begin();
+    let one_more = usual.begin(Instant::now());
     let next = endpoints.pick(key);
     assert!(!Rc::ptr_eq(&next, &usual), "16 of 16 requests are its own");
     let others: Vec<_> = (1..=4).map(|host| endpoints.endpoint(host)).collect();
-    let balanced: Vec<_> = (0..40).map(|at| others[at % 4].begin()).collect();
+    let balanced: Vec<_> = (0..40)
+        .map(|at| others[at % 4].begin(Instant::now()))
+        .collect();
     assert!(
         Rc::ptr_eq(&endpoints.pick(key), &usual),
         "26 of 56, below twice the mean"
@@ -311,7 +313,7 @@ fn expected(service: &Service, key: &str) -> String {
         hash,
         ..Preference::default()
     };
-    let picked = backend.pick_for(preference, &Avoided::default(), "", rng);
+    let picked = backend.pick_for(preference, &Avoided::default(), "", rng, Instant::now());
     let address = picked.expect("it has endpoints").address;
     let at = service.addresses.iter().position(|one| *one == address);
     at.expect("an endpoint").to_string()

@@ -41,7 +41,12 @@ async fn recording_peer(authority: &Authority, heads: Rc<RefCell<Vec<String>>>) 
 /// A connection of an authenticated peer to the proxy of an endpoint.
 async fn peer_of(service: &Service, endpoint: usize) -> Io {
     let (worker, slot) = (&service.caller.worker, service.caller.worker.slot());
-    let dialer = Dialer::new(&worker.tls, Duration::from_secs(5), &slot);
+    let dialer = Dialer::new(
+        &worker.tls,
+        tokio::time::Instant::now(),
+        Duration::from_secs(5),
+        &slot,
+    );
     let remote = Remote::from(&meshed(service.addresses[endpoint]));
     dialer.dial(&remote, Alpn::Http1).await.expect("a peer")
 }
