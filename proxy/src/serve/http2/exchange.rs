@@ -44,11 +44,11 @@ use diy_mesh_model::exchange::Direction;
 /// limit them: they would fill the memory of the proxy while the client does not read.
 const MAX_INTERIM: u32 = 16;
 
-/// Charges a request, which ends if that fails, and forwards it in a task of its own. Fails if there
-/// is no memory for it, nor for a response.
+/// Charges a request, which ends if that fails. Forwards it to an endpoint in a task of its own, and the
+/// response to the client, once it has a place. Fails if there is no memory for it, nor for a response.
 pub(super) fn start(
     request: Request<RecvStream>,
-    respond: SendResponse<Queued>,
+    mut respond: SendResponse<Queued>,
     client: Stream,
 ) -> Result<(), Failure> {
     let (parts, body) = request.into_parts();
@@ -60,48 +60,37 @@ pub(super) fn start(
     }
     let malformed = || head::malformed(&parts).map(Failure::BadRequest);
     let refused = refused.or_else(malformed);
-    // Boxed where it is made: a task moves its future twice, and this one has several KiB.
-    tokio::task::spawn_local(Box::pin(carry(
-        parts, body, respond, client, memory, refused,
-    )));
-    Ok(())
-}
-
-/// Forwards one request to an endpoint, and the response to the client, once it has a place.
-async fn carry(
-    parts: Parts,
-    body: RecvStream,
-    mut respond: SendResponse<Queued>,
-    client: Stream,
-    memory: Charge,
-    refused: Option<Failure>,
-) {
     let deadline = head::deadline(&parts);
-    let Some(place) = client.place(&mut respond).await else {
-        return;
-    };
-    let mut exchange = Exchange {
-        respond,
-        upload: Relay::new(body, Message::Request),
-        record: ExchangeRecord::new(&client.flow, HttpVersion::Http2),
-        is_grpc: head::is_grpc(&parts.headers),
-        to_client: None,
-        interim_left: MAX_INTERIM,
-        is_continued: false,
-        allowed: client.flow.allowed(),
-        client,
-        _place: place,
-        parts,
-        cost: memory.amount(),
-        memory,
-    };
-    let flow = &exchange.client.flow;
-    let (worker, direction) = (flow.worker.clone(), flow.direction);
-    let ended = {
-        let run = pin!(exchange.run(deadline, refused));
-        worker.run_under_policy(direction, run).await
-    };
-    exchange.end(ended);
+    // Boxed where it is made: a task moves its future twice, and this one has several KiB. A function
+    // would hold its arguments twice.
+    tokio::task::spawn_local(Box::pin(async move {
+        let Some(place) = client.place(&mut respond).await else {
+            return;
+        };
+        let mut exchange = Exchange {
+            respond,
+            upload: Relay::new(body, Message::Request),
+            record: ExchangeRecord::new(&client.flow, HttpVersion::Http2),
+            is_grpc: head::is_grpc(&parts.headers),
+            to_client: None,
+            interim_left: MAX_INTERIM,
+            is_continued: false,
+            allowed: client.flow.allowed(),
+            client,
+            _place: place,
+            parts,
+            cost: memory.amount(),
+            memory,
+        };
+        let flow = &exchange.client.flow;
+        let (worker, direction) = (flow.worker.clone(), flow.direction);
+        let ended = {
+            let run = pin!(exchange.run(deadline, refused));
+            worker.run_under_policy(direction, run).await
+        };
+        exchange.end(ended);
+    }));
+    Ok(())
 }
 
 /// One request and its response.
@@ -231,8 +220,9 @@ impl Exchange {
                 .await;
             let error = match ended {
                 Ok(Outcome::Tunnel(tunnel)) => {
-                    let (response, upstream) = *tunnel;
-                    let relayed = self.relay_response(response, upstream, &plan, &attempt.endpoint);
+                    let (response, mut upstream) = *tunnel;
+                    let endpoint = &attempt.endpoint;
+                    let relayed = self.relay_response(response, &mut upstream, &plan, endpoint);
                     // Boxed: it is rare, and would enlarge the task of every stream.
                     return Ok(Box::pin(relayed).await);
                 }
@@ -313,15 +303,7 @@ impl Exchange {
         // 8. Serve.
         attempt.in_flight.connected();
         self.judge_again().map_err(AttemptError::last)?;
-        let mut parts = self.parts.clone();
-        if let Some(announced) = attempt.announced(lease.is_peer(), self.record.id()) {
-            announced.add_to(&mut parts.headers, lease.announces_first());
-        }
-        head::set_deadline(&mut parts, attempt.exchange_deadline());
-        if attempt.endpoint.info.server_tls().is_some() {
-            head::set_https(&mut parts);
-        }
-        let request = Request::from_parts(parts, ());
+        let request = self.next_request(attempt, &lease);
         let (places, is_complete) = (self.client.places.clone(), self.upload.is_done());
         let (response, to_upstream) = match lease.send(request, is_complete, Some(places)) {
             Ok(stream) => stream,
@@ -332,7 +314,7 @@ impl Exchange {
             to_upstream,
             lease,
         };
-        let response = match poll_fn(|cx| self.poll_response(cx, &mut upstream)).await {
+        let mut response = match poll_fn(|cx| self.poll_response(cx, &mut upstream)).await {
             Ok(response) => response,
             Err(Ended::Client(code)) => {
                 upstream.to_upstream.send_reset(code);
@@ -355,36 +337,46 @@ impl Exchange {
         if upstream.lease.supports_extended_connect() {
             flow.destination.supports_extended_connect.set(true);
         }
-        let (mut parts, body) = response.into_parts();
         let is_peer = upstream.lease.is_peer();
-        Edits::of(response_edits(is_peer)).apply(&mut parts.headers);
-        let status = parts.status.as_u16();
-        let verdict = Verdict::of(status, &parts.headers, is_peer, SystemTime::now);
+        Edits::of(response_edits(is_peer)).apply(response.headers_mut());
+        let status = response.status().as_u16();
+        let verdict = Verdict::of(status, response.headers(), is_peer, SystemTime::now);
         let request = Replayable {
             is_kept: self.upload.can_rewind(),
             is_idempotent: self.parts.method.is_idempotent(),
         };
         if let Err(error) = attempt.answered(status, verdict, request, flow) {
-            if self.upload.is_complete() && !body.is_end_stream() {
+            if self.upload.is_complete() && !response.body().is_end_stream() {
                 let mut memory = self.client.flow.charge();
                 if memory.begin(STREAM_COST).is_ok() {
-                    in_background(memory, discard(upstream, body));
+                    in_background(memory, discard(upstream, response.into_body()));
                 }
             }
             return Err(error);
         }
         self.upload.discard_replay();
-        self.cost += head::fields_size(&parts.headers);
+        self.cost += head::fields_size(response.headers());
         if self.memory.hold(self.cost + self.upload.kept()).is_err() {
             return Err(AttemptError::last(Failure::MemoryExhausted));
         }
-        let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
-        let response = Response::from_parts(parts, body);
-        if is_tunnel {
+        if self.parts.method == Method::CONNECT && response.status().is_success() {
             return Ok(Outcome::Tunnel(Box::new((response, upstream))));
         }
-        let relayed = self.relay_response(response, upstream, plan, &attempt.endpoint);
+        let relayed = self.relay_response(response, &mut upstream, plan, &attempt.endpoint);
         Ok(relayed.await)
+    }
+
+    /// The head for the endpoint.
+    fn next_request(&self, attempt: &Attempt<'_>, lease: &Lease) -> Request<()> {
+        let mut parts = self.parts.clone();
+        if let Some(announced) = attempt.announced(lease.is_peer(), self.record.id()) {
+            announced.add_to(&mut parts.headers, lease.announces_first());
+        }
+        head::set_deadline(&mut parts, attempt.exchange_deadline());
+        if attempt.endpoint.info.server_tls().is_some() {
+            head::set_https(&mut parts);
+        }
+        Request::from_parts(parts, ())
     }
 
     /// Acquires a slot on a connection to the endpoint, for an extended CONNECT request on one whose
@@ -491,29 +483,16 @@ impl Exchange {
     async fn relay_response(
         &mut self,
         response: Response<RecvStream>,
-        mut upstream: Upstream,
+        upstream: &mut Upstream,
         plan: &Plan,
         endpoint: &Endpoint,
     ) -> Outcome {
-        let (mut parts, body) = response.into_parts();
-        if plan.rule().is_some() {
-            let session = plan.session_edit(endpoint.tag());
-            let edits = plan.response_edits(&[], &session);
-            edits.apply(&mut parts.headers);
-        }
-        self.record
-            .response(parts.status, b"", &parts.headers, Edits::default());
         let from_proxy = upstream.lease.is_peer();
-        let mut download = Relay::new(body, Message::Response { from_proxy });
-        let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
-        let head = Response::from_parts(parts, ());
-        let Ok(to_client) = self.respond.send_response(head, download.is_done()) else {
+        let Ok(mut download) = self.send_head(response, from_proxy, plan, endpoint) else {
             upstream.to_upstream.send_reset(Reason::CANCEL);
             return Outcome::Cancelled;
         };
-        self.is_grpc = is_grpc;
-        self.to_client = Some(to_client);
-        let relayed = poll_fn(|cx| self.poll_relay(cx, &mut upstream, &mut download)).await;
+        let relayed = poll_fn(|cx| self.poll_relay(cx, upstream, &mut download)).await;
         match relayed {
             Ok(()) => {
                 upstream.lease.record_end();
@@ -545,6 +524,31 @@ impl Exchange {
                 Outcome::Ended
             }
         }
+    }
+
+    /// Sends the head of the response. Returns what relays the rest.
+    fn send_head(
+        &mut self,
+        response: Response<RecvStream>,
+        from_proxy: bool,
+        plan: &Plan,
+        endpoint: &Endpoint,
+    ) -> Result<Relay, h2::Error> {
+        let (mut parts, body) = response.into_parts();
+        if plan.rule().is_some() {
+            let session = plan.session_edit(endpoint.tag());
+            let edits = plan.response_edits(&[], &session);
+            edits.apply(&mut parts.headers);
+        }
+        self.record
+            .response(parts.status, b"", &parts.headers, Edits::default());
+        let download = Relay::new(body, Message::Response { from_proxy });
+        let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
+        let head = Response::from_parts(parts, ());
+        let to_client = self.respond.send_response(head, download.is_done())?;
+        self.is_grpc = is_grpc;
+        self.to_client = Some(to_client);
+        Ok(download)
     }
 
     /// Relays both bodies. Ready when both have ended.

@@ -150,8 +150,9 @@ impl Connections {
         if let Some(connection) = self.find(false) {
             return Ok(Lease::new(connection, request));
         }
-        let connection = self.connection(remote, dialer, expiry, false).await?;
-        Ok(Lease::new(connection, request))
+        // Boxed: most requests find one.
+        let connection = Box::pin(self.connection(remote, dialer, expiry, false));
+        Ok(Lease::new(connection.await?, request))
     }
 
     /// A connection with a free slot, an open one or a new one. `has_waited`: no earlier request
