@@ -49,14 +49,17 @@ impl Process {
         self.output.lock().unwrap().clone()
     }
 
-    /// Waits until the output contains `expected`; returns the output up to the end of that line.
+    /// Waits until the output contains `expected`; returns the output up to the end of that line. Fails
+    /// at once if the output ends before.
     pub fn wait_for(&self, expected: &str) -> String {
         eventually_blocking(expected, || {
+            let is_closed = is_closed(&self.output);
             let text = self.output();
             let found = text.find(expected).and_then(|at| {
                 let last = at + expected.len() - 1;
                 Some(text[..=last + text[last..].find('\n')?].to_owned())
             });
+            assert!(found.is_some() || !is_closed, "no {expected:?} in {text}");
             found.ok_or(text)
         })
     }
@@ -66,7 +69,7 @@ impl Process {
         let mut read = 0;
         std::iter::from_fn(move || {
             eventually_blocking("the next line", || {
-                let is_closed = Arc::strong_count(&self.output) == 1;
+                let is_closed = is_closed(&self.output);
                 let output = self.output.lock().unwrap();
                 let line = output[read..].lines().next();
                 read += line.map_or(0, |line| line.len() + 1);
@@ -78,10 +81,12 @@ impl Process {
         })
     }
 
-    /// Waits for the next line with this text. The tasks of the runtime run meanwhile.
+    /// Waits for the next line with this text. The tasks of the runtime run meanwhile. Fails at once if
+    /// the output ends before.
     pub async fn line(&mut self, text: &str) -> String {
-        let (output, read) = (self.output.clone(), &mut self.read);
+        let (output, read) = (&self.output, &mut self.read);
         eventually(text, async || {
+            let is_closed = is_closed(output);
             let output = output.lock().unwrap();
             for line in output[*read..].split_inclusive('\n') {
                 *read += line.len();
@@ -89,6 +94,7 @@ impl Process {
                     return Ok(line.trim_end().to_owned());
                 }
             }
+            assert!(!is_closed, "no line with {text:?} in {output}");
             Err(output.clone())
         })
         .await
@@ -131,6 +137,11 @@ impl Drop for Process {
     }
 }
 
+/// Whether the program has closed its output, all of which was read.
+fn is_closed(output: &Arc<Mutex<String>>) -> bool {
+    Arc::strong_count(output) == 1
+}
+
 fn read_lines(output: &Arc<Mutex<String>>, pipe: impl Read + Send + 'static) {
     let output = output.clone();
     std::thread::spawn(move || {
@@ -140,4 +151,24 @@ fn read_lines(output: &Arc<Mutex<String>>, pipe: impl Read + Send + 'static) {
             line.clear();
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wait_fails_with_the_output_when_the_program_ends() {
+        let process = Process::start(Command::new("sh").args(["-c", "echo invalid option >&2"]));
+        let wait = std::panic::AssertUnwindSafe(|| process.wait_for("ready"));
+        let failure = std::panic::catch_unwind(wait).unwrap_err();
+        let message = failure.downcast_ref::<String>().unwrap();
+        assert_eq!(message, "no \"ready\" in invalid option\n");
+    }
+
+    #[tokio::test]
+    async fn line_before_the_end_is_found() {
+        let mut process = Process::start(Command::new("sh").args(["-c", "echo one; echo two"]));
+        assert_eq!(process.line("two").await, "two");
+    }
 }
