@@ -59,15 +59,10 @@ pub fn grpc_path(path: &[u8]) -> Option<&str> {
 
 fn is_grpc_path(path: &str) -> bool {
     let is_name = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    let mut elements = path.split('/');
-    let is_element = |element: Option<&str>| {
-        element.is_some_and(|name| !name.is_empty() && name.bytes().all(is_name))
-    };
+    let is_element = |name: &str| !name.is_empty() && name.bytes().all(is_name);
+    let elements = path.strip_prefix('/').and_then(|rest| rest.split_once('/'));
     path.len() <= MAX_PATH_BYTES
-        && elements.next() == Some("")
-        && is_element(elements.next())
-        && is_element(elements.next())
-        && elements.next().is_none()
+        && elements.is_some_and(|(service, method)| is_element(service) && is_element(method))
 }
 
 /// The host and the port of a destination outside of the cluster.

@@ -7,7 +7,7 @@ use diy_mesh_proto::authorization;
 use diy_mesh_proto::field::is_of_mesh;
 use http::header::HOST;
 use http::request::Parts;
-use http::{HeaderMap, Version};
+use http::{HeaderMap, HeaderName, Version};
 
 /// The fields of a head, or of trailers, in either version of HTTP.
 pub trait Fields {
@@ -43,11 +43,22 @@ impl Fields for HeaderMap {
         self.iter()
             .for_each(|(name, value)| each(name.as_str().as_bytes(), value.as_bytes()));
     }
+
+    fn field(&self, name: &str) -> Option<&[u8]> {
+        let is_named = |(field, _): &(&HeaderName, _)| field.as_str().eq_ignore_ascii_case(name);
+        self.iter()
+            .find(is_named)
+            .map(|(_, value)| value.as_bytes())
+    }
 }
 
 impl Fields for Parts {
     fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
         self.headers.visit(each);
+    }
+
+    fn field(&self, name: &str) -> Option<&[u8]> {
+        self.headers.field(name)
     }
 }
 

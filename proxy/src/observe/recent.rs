@@ -70,6 +70,8 @@ impl Recent {
 
     /// Adds an entry.
     pub fn add(&self, entry: Arc<Ended>) {
+        // Declared first: it is dropped after the lock, which all threads use.
+        let _evicted;
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         entries.ended += 1;
         let number = entries.ended;
@@ -79,10 +81,10 @@ impl Recent {
         } else {
             &mut entries.others
         };
-        if ring.len() == MAX_ENTRIES {
+        _evicted = (ring.len() == MAX_ENTRIES).then(|| {
             let oldest = if is_failure { oldest_of_most(ring) } else { 0 };
-            ring.remove(oldest);
-        }
+            ring.remove(oldest)
+        });
         ring.push_back((number, entry));
     }
 
