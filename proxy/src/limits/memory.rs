@@ -45,7 +45,7 @@ thread_local! {
 
 /// How often unused memory is returned to the kernel, and the limit is read: it changes when the pod
 /// is resized in place.
-const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(5);
+const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The memory for the connections of the proxy, in bytes: the limit of the container, or a fraction
 /// of the machine's memory. A handle, because the limit changes.
