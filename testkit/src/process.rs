@@ -87,7 +87,8 @@ impl Process {
         let (output, read) = (&self.output, &mut self.read);
         eventually(text, async || {
             let is_closed = is_closed(output);
-            let output = output.lock().unwrap();
+            // A copy: a failure under the lock would poison it for the drop of the process.
+            let output = output.lock().unwrap().clone();
             for line in output[*read..].split_inclusive('\n') {
                 *read += line.len();
                 if line.contains(text) {
@@ -95,7 +96,7 @@ impl Process {
                 }
             }
             assert!(!is_closed, "no line with {text:?} in {output}");
-            Err(output.clone())
+            Err(output)
         })
         .await
     }
@@ -164,6 +165,14 @@ mod tests {
         let failure = std::panic::catch_unwind(wait).unwrap_err();
         let message = failure.downcast_ref::<String>().unwrap();
         assert_eq!(message, "no \"ready\" in invalid option\n");
+    }
+
+    #[tokio::test]
+    #[should_panic(expected = "no line with \"ready\" in invalid option\n")]
+    async fn line_fails_with_the_output_when_the_program_ends() {
+        let mut process =
+            Process::start(Command::new("sh").args(["-c", "echo invalid option >&2"]));
+        process.line("ready").await;
     }
 
     #[tokio::test]
