@@ -293,8 +293,27 @@ mod tests {
             assert!(!is_valid(&edge), "{number}: {edge:?}");
         }
         assert_eq!(grpc_path(b"/echo.Echo/Say"), Some("/echo.Echo/Say"));
-        for other in ["/echo.Echo", "/echo.Echo/", "/a b/c", "/a/b?c", "a/b"] {
+        let others = ["/echo.Echo", "/echo.Echo/", "/a b/c", "/a/b?c", "a/b"];
+        let divided = [
+            "",
+            "/",
+            "//",
+            "//b",
+            "/a//b",
+            "/a/b/",
+            "/a/b/c",
+            "//a/b",
+            "/a/\u{e9}",
+        ];
+        for other in others.iter().chain(&divided) {
             assert_eq!(grpc_path(other.as_bytes()), None, "{other}");
+        }
+        for invalid in [
+            &b"/a/\xff"[..],
+            b"/a/b\0",
+            format!("/a/{}", "b".repeat(254)).as_bytes(),
+        ] {
+            assert_eq!(grpc_path(invalid), None, "{invalid:?}");
         }
     }
 

@@ -3,8 +3,10 @@
 
 use crate::endpoint::EndpointInfo;
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::time::Duration;
 
+use bytes::Bytes;
 use h2::Reason;
 
 use super::*;
@@ -33,6 +35,35 @@ async fn recording_peer(authority: &Authority, heads: Rc<RefCell<Vec<String>>>) 
             let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
             io.write_all(answer).await.expect("it reads");
             io.shutdown().await.expect("it is open");
+        }
+    });
+    meshed(address)
+}
+
+/// A meshed endpoint that answers HTTP/2 and allows a table of this size for the compression of heads.
+/// It records the field `n` of each request and the identifier of its exchange.
+async fn compressing_peer(
+    authority: &Authority,
+    table: u32,
+    seen: Rc<RefCell<Vec<[String; 2]>>>,
+) -> EndpointInfo {
+    let cart = credentials(authority, CART, |_| {});
+    let side = Side::new(Some(cart), "", Discovery::off());
+    let listener = TcpListener::bind("127.0.0.2:0").await.expect("loopback");
+    let address = listener.local_addr().expect("bound");
+    tokio::task::spawn_local(async move {
+        let (stream, peer) = listener.accept().await.expect("a connection");
+        let mut io = Io::new(stream);
+        poll_fn(|cx| io.poll_fill(cx)).await.expect("a ClientHello");
+        let (io, ..) = side.accept(io, peer).await.expect("a peer");
+        let mut server = h2::server::Builder::new();
+        let server = server.header_table_size(table).handshake::<_, Bytes>(io);
+        let mut connection = server.await.expect("a preface");
+        while let Some(Ok((request, mut respond))) = connection.accept().await {
+            let field = |name| request.headers()[name].to_str().expect("a text").to_owned();
+            seen.borrow_mut().push(["n", "x-mesh-exchange"].map(field));
+            let sent = respond.send_response(Response::new(()), true);
+            sent.expect("the stream is open");
         }
     });
     meshed(address)
@@ -109,6 +140,40 @@ fn exchange_has_one_identifier_in_the_mesh_and_none_at_applications() {
         let course = caller[0].course.as_ref().expect("it is recent");
         assert_eq!(course.attempts[0].endpoint, service.addresses[0]);
         assert!(course.attempts[0].identity.is_some() && callee[0].identity.is_some());
+    });
+}
+
+#[test]
+fn identifier_reaches_a_peer_whatever_table_it_allows() {
+    on_worker(async {
+        // None; one that holds the identifier, but no other field; the default.
+        for table in [0, 64, 4096] {
+            let (authority, seen) = (Authority::new("root"), Rc::default());
+            let peer = compressing_peer(&authority, table, Rc::clone(&seen)).await;
+            let service = Service::with(&authority, vec![peer]).await;
+            let stream = service.caller.connect(&service.destination).await;
+            let (mut client, connection) = h2::client::handshake(stream).await.expect("a preface");
+            tokio::task::spawn_local(async move { drop(connection.await) });
+            // The first one alone: the settings of the peer have arrived with its response.
+            for numbers in [0..1, 1..100, 100..200] {
+                let mut responses = Vec::new();
+                for n in numbers {
+                    let ready = poll_fn(|cx| client.poll_ready(cx)).await;
+                    ready.expect("it is open");
+                    let request = Request::builder().uri("http://cart/").header("n", n);
+                    let request = request.body(()).expect("valid");
+                    responses.push(client.send_request(request, true).expect("ready").0);
+                }
+                for response in responses {
+                    assert_eq!(response.await.expect("a response").status(), 200);
+                }
+            }
+            let seen = seen.borrow();
+            let numbers: BTreeSet<_> = seen.iter().map(|[n, _]| n.clone()).collect();
+            let ids: BTreeSet<_> = seen.iter().map(|[_, id]| id.clone()).collect();
+            assert_eq!([seen.len(), numbers.len(), ids.len()], [200; 3], "{table}");
+            assert!(ids.iter().all(|id| id.len() == 12), "{ids:?}");
+        }
     });
 }
 
