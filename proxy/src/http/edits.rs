@@ -86,12 +86,8 @@ impl<'a> Edits<'a> {
     }
 
     fn removes(&self, name: &[u8]) -> bool {
-        let is = |own: &str| is_same_name(name, own.as_bytes());
-        let removes = |edits: &[FieldEdit]| edits.iter().any(|edit| edit.removes(name));
-        self.own.iter().any(|MeshField(own, _)| is(own))
-            || self.policy.iter().any(|PolicyField(own, _)| is(own))
-            || self.trace.is_some() && is(TRACEPARENT)
-            || self.route.iter().any(|edits| removes(edits))
+        let is_own = |MeshField(own, _): MeshField<'_>| is_same_name(name, own.as_bytes());
+        self.own().any(is_own) || self.route().any(|edit| edit.removes(name))
     }
 
     /// The fields that are appended.

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use diy_mesh_model::exchange::{self, ExchangeId};
 
@@ -28,6 +28,26 @@ struct Entries {
     ended: u64,
     failed: Ring,
     others: Ring,
+}
+
+impl Entries {
+    /// Adds an entry. Returns the one that gives way to it.
+    fn add(&mut self, entry: Arc<Ended>) -> Option<(u64, Arc<Ended>)> {
+        self.ended += 1;
+        let is_failure = entry.is_failure;
+        let ring = if is_failure {
+            &mut self.failed
+        } else {
+            &mut self.others
+        };
+        let mut evicted = None;
+        if ring.len() == MAX_ENTRIES {
+            let oldest = if is_failure { oldest_of_most(ring) } else { 0 };
+            evicted = ring.remove(oldest);
+        }
+        ring.push_back((self.ended, entry));
+        evicted
+    }
 }
 
 /// Which entries are asked for.
@@ -70,22 +90,13 @@ impl Recent {
 
     /// Adds an entry.
     pub fn add(&self, entry: Arc<Ended>) {
-        // Declared first: it is dropped after the lock, which all threads use.
-        let _evicted;
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        entries.ended += 1;
-        let number = entries.ended;
-        let is_failure = entry.is_failure;
-        let ring = if is_failure {
-            &mut entries.failed
-        } else {
-            &mut entries.others
-        };
-        _evicted = (ring.len() == MAX_ENTRIES).then(|| {
-            let oldest = if is_failure { oldest_of_most(ring) } else { 0 };
-            ring.remove(oldest)
-        });
-        ring.push_back((number, entry));
+        let evicted = self.lock().add(entry);
+        // Without the lock, which all workers take.
+        drop(evicted);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Entries> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The entries that are asked for.
@@ -96,7 +107,7 @@ impl Recent {
         };
         // The workers wait for the lock, but not for the texts.
         let (ended, mut found) = {
-            let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+            let entries = self.lock();
             let all = entries.failed.iter().chain(&entries.others);
             (
                 entries.ended,

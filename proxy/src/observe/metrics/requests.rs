@@ -31,7 +31,7 @@ const DURATIONS: [&str; 4] = [
 pub struct RequestLabels {
     /// Of its connection.
     pub direction: Direction,
-    /// The rule that it matched. None: shared by no workers, which an empty text would be.
+    /// The rule that it matched. None, and not an empty text, whose references all workers would count.
     pub route: Option<Arc<str>>,
     /// The caller or the Service.
     pub peer: Peer,
@@ -208,14 +208,25 @@ impl RequestLabels {
     /// Whether all texts are the same ones in memory, as those of a connection's requests usually are:
     /// to compare them would take longer, most of all empty ones, which have no address.
     fn is_identical(&self, other: &Self) -> bool {
-        let texts = |labels: &Self| {
-            let Peer { name, namespace } = &labels.peer;
-            let route = labels.route.as_ref().map(Arc::as_ptr);
-            let peer = [name, namespace].map(Arc::as_ptr);
-            (route, peer, [labels.method, labels.grpc].map(ptr::from_ref))
+        let places = |labels: &Self| {
+            let Self {
+                direction,
+                route,
+                peer: Peer { name, namespace },
+                method,
+                status,
+                grpc,
+                error,
+                tls,
+            } = labels;
+            (
+                route.as_ref().map(Arc::as_ptr),
+                [name, namespace].map(Arc::as_ptr),
+                [*method, *grpc].map(ptr::from_ref),
+                (*direction, *status, *error, *tls),
+            )
         };
-        let rest = |labels: &Self| (labels.direction, labels.status, labels.error, labels.tls);
-        texts(self) == texts(other) && rest(self) == rest(other)
+        places(self) == places(other)
     }
 
     fn duration(&self) -> DurationLabels {

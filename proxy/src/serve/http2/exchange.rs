@@ -60,7 +60,12 @@ pub(super) fn start(
     }
     let malformed = || head::malformed(&parts).map(Failure::BadRequest);
     let refused = refused.or_else(malformed);
-    let deadline = head::deadline(&parts);
+    let is_grpc = head::is_grpc(&parts.headers);
+    let deadline = if is_grpc {
+        head::deadline(&parts)
+    } else {
+        Deadline::default()
+    };
     // Boxed where it is made: a task moves its future twice, and this one has several KiB. A function
     // would hold its arguments twice.
     tokio::task::spawn_local(Box::pin(async move {
@@ -71,7 +76,7 @@ pub(super) fn start(
             respond,
             upload: Relay::new(body, Message::Request),
             record: ExchangeRecord::new(&client.flow, HttpVersion::Http2),
-            is_grpc: head::is_grpc(&parts.headers),
+            is_grpc,
             to_client: None,
             interim_left: MAX_INTERIM,
             is_continued: false,
@@ -370,7 +375,7 @@ impl Exchange {
     fn next_request(&self, attempt: &Attempt<'_>, lease: &Lease) -> Request<()> {
         let mut parts = self.parts.clone();
         if let Some(announced) = attempt.announced(lease.is_peer(), self.record.id()) {
-            announced.add_to(&mut parts.headers, lease.announces_first());
+            announced.add_to(&mut parts.headers, lease.take_first_announcement());
         }
         head::set_deadline(&mut parts, attempt.exchange_deadline());
         if attempt.endpoint.info.server_tls().is_some() {

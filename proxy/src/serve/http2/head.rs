@@ -109,8 +109,7 @@ pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
 
 /// The deadline of the caller of a gRPC call, if it has one.
 pub(super) fn deadline(parts: &Parts) -> Deadline {
-    let is_grpc = is_grpc(&parts.headers);
-    let timeout = is_grpc.then(|| parts.headers.get(GRPC_TIMEOUT)).flatten();
+    let timeout = parts.headers.get(GRPC_TIMEOUT);
     let timeout = timeout.and_then(|timeout| parse_grpc_timeout(timeout.as_bytes()));
     Deadline::after(timeout, Limit::Caller)
 }

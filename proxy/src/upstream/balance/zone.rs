@@ -33,8 +33,8 @@ const OVERPROVISIONING: f64 = 1.4;
 /// The preference of one backend.
 #[derive(Debug)]
 pub(super) struct ZonePreference {
-    /// Empty: none.
-    own_zone: RefCell<Box<str>>,
+    /// None: no zone is preferred.
+    own_zone: RefCell<Option<Box<str>>>,
     /// The share of the requests that leave the zone.
     share: Cell<f64>,
     /// The share of the requests that the zone has endpoints for.
@@ -60,20 +60,20 @@ impl Default for ZonePreference {
 impl ZonePreference {
     /// Sets the zone of this proxy. Empty: no zone is preferred.
     pub fn set_zone(&self, zone: &str) {
-        let stays_unset = zone.is_empty() && !self.is_active();
-        if !stays_unset && !self.is_own(zone) {
-            *self.own_zone.borrow_mut() = zone.into();
+        let zone = Some(zone).filter(|zone| !zone.is_empty());
+        if self.own_zone.borrow().as_deref() != zone {
+            *self.own_zone.borrow_mut() = zone.map(Box::from);
         }
     }
 
     /// Whether a zone is preferred.
     pub fn is_active(&self) -> bool {
-        !self.own_zone.borrow().is_empty()
+        self.own_zone.borrow().is_some()
     }
 
     /// Whether an endpoint of this zone is in the zone of this proxy.
     pub fn is_own(&self, zone: &str) -> bool {
-        **self.own_zone.borrow() == *zone
+        self.own_zone.borrow().as_deref() == Some(zone)
     }
 
     /// Records the latency of a response from an endpoint of this zone.

@@ -406,8 +406,8 @@ impl Lease {
         self.connection.io.acceptance()
     }
 
-    /// Whether no request on the connection has told the peer its exchange before.
-    pub fn announces_first(&self) -> bool {
+    /// The request tells the peer its exchange. Returns whether it is the first one on the connection.
+    pub fn take_first_announcement(&self) -> bool {
         !self.connection.announced.replace(true)
     }
 
