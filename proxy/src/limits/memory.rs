@@ -43,9 +43,11 @@ thread_local! {
     static UNDER_PRESSURE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// How often unused memory is returned to the kernel, and the limit is read: it changes when the pod
+/// How often unused memory is returned to the kernel.
+const RELEASE_INTERVAL: Duration = Duration::from_secs(1);
+/// How often it is returned between two times that the limit is read: the limit changes when the pod
 /// is resized in place.
-const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
+const RELEASES_PER_READ: u32 = 5;
 
 /// The memory for the connections of the proxy, in bytes: the limit of the container, or a fraction
 /// of the machine's memory. A handle, because the limit changes.
@@ -67,8 +69,10 @@ impl Memory {
     /// configured.
     pub async fn maintain(self, configured: Option<usize>) {
         loop {
-            tokio::time::sleep(MAINTENANCE_INTERVAL).await;
-            diy_mesh_allocator::release_unused();
+            for _ in 0..RELEASES_PER_READ {
+                tokio::time::sleep(RELEASE_INTERVAL).await;
+                diy_mesh_allocator::release_unused();
+            }
             if configured.is_none() {
                 self.read(Path::new("/"));
             }
