@@ -42,7 +42,7 @@ use diy_mesh_model::exchange::Direction;
 const MAX_MIRRORS: usize = 100;
 
 /// How often idle destinations and connections are evicted.
-const EVICTION_INTERVAL: Duration = Duration::from_secs(5);
+const EVICTION_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Denied calls that are logged.
 const DENIALS: (u32, Duration) = (60, Duration::from_secs(60));
