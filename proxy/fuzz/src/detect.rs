@@ -9,7 +9,12 @@ use diy_mesh_proxy::secure::tls::{Hello, inspect};
 /// The first bytes of a client, or of a server.
 pub fn detect(bytes: &[u8]) {
     let classify = |rules, bytes: &[u8]| Detector::new(rules).update(bytes);
-    for rules in [Rules::Inner, Rules::Inbound, Rules::InboundOpaque] {
+    for rules in [
+        Rules::Inner,
+        Rules::Inspected,
+        Rules::Inbound,
+        Rules::InboundOpaque,
+    ] {
         crate::settles(bytes, None, |bytes| classify(rules, bytes));
         let mut growing = Detector::new(rules);
         let growing =

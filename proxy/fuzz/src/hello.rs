@@ -12,7 +12,7 @@ pub fn hello(bytes: &[u8]) {
     crate::settles(bytes, Hello::NeedMore, inspect);
     let verdict = inspect(bytes);
     if verdict == Hello::Mesh {
-        let all = [Alpn::Http1, Alpn::Http2, Alpn::Opaque, Alpn::Detect];
+        let all = [Alpn::Http1, Alpn::Http2, Alpn::Opaque, Alpn::Inspected];
         assert!(
             all.iter().any(|alpn| crate::contains(bytes, alpn.name())),
             "the mesh's, and names none of its protocols"

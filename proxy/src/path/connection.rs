@@ -163,9 +163,10 @@ async fn detected(mut client: Io, mut flow: Flow) -> Option<Pin<Box<dyn Future<O
     // A connection that detection dials while the client is silent.
     let mut dialed = None;
     let declared = flow.declared_protocol();
+    let mut alpn = None;
     let protocol = loop {
         // 3. Detect.
-        match detect(&mut client, &flow, declared, &mut dialed).await {
+        match detect(&mut client, &flow, declared, alpn, &mut dialed).await {
             Ok(Protocol::MeshTls) => {}
             Ok(protocol) => break protocol,
             Err(failure) => {
@@ -176,7 +177,7 @@ async fn detected(mut client: Io, mut flow: Flow) -> Option<Pin<Box<dyn Future<O
         // 4. Identity: the peer's certificate. Its ALPN cannot switch detection off: it counts only
         // where it leads to an HTTP parser.
         let accepted = flow.worker.tls.accept(client, flow.peer, flow.charge());
-        let (secured, identity, alpn) = match accepted.await {
+        let (secured, identity, negotiated) = match accepted.await {
             Ok(session) => session,
             Err(failure) => {
                 ConnectionRecord::new(&Rc::new(flow)).fail(&failure);
@@ -186,11 +187,11 @@ async fn detected(mut client: Io, mut flow: Flow) -> Option<Pin<Box<dyn Future<O
         client = secured;
         flow.caller = Caller::Peer(Arc::new(identity));
         flow.assign_slot();
-        match (declared, alpn) {
+        match (declared, negotiated) {
             (Some(protocol), _) => break protocol,
             (None, Alpn::Http1) => break Protocol::Http1,
             (None, Alpn::Http2) => break Protocol::Http2,
-            (None, Alpn::Opaque | Alpn::Detect) => {}
+            (None, Alpn::Opaque | Alpn::Inspected) => alpn = Some(negotiated),
         }
     };
     drop(pending);

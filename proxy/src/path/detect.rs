@@ -50,11 +50,12 @@ const MAX_SERVER_PREFACE: usize = 16 * 1024;
 
 /// Waits until the first bytes of the client or of the server determine the protocol. Leaves an
 /// upstream connection that was opened in the meantime in `dialed`. Fails if the proxy cannot
-/// connect, or if the client closes.
+/// connect, or if the client closes. `alpn` is the protocol of the client's TLS session.
 pub async fn detect(
     client: &mut Io,
     flow: &Flow,
     declared: Option<Protocol>,
+    alpn: Option<Alpn>,
     dialed: &mut Option<Dialed>,
 ) -> Result<Protocol, Failure> {
     // Another proxy sends first. The proxy terminates its TLS on opaque ports too.
@@ -62,6 +63,7 @@ pub async fn detect(
         (Caller::Unauthenticated, Some(_)) => (Rules::InboundOpaque, PEER_FIRST_TIMEOUT),
         (Caller::Unauthenticated, None) => (Rules::Inbound, PEER_FIRST_TIMEOUT),
         (_, Some(protocol)) => return Ok(protocol),
+        (_, None) if alpn == Some(Alpn::Inspected) => (Rules::Inspected, CLIENT_FIRST_TIMEOUT),
         (_, None) => (Rules::Inner, CLIENT_FIRST_TIMEOUT),
     };
     let mut detector = Detector::new(rules);
@@ -141,7 +143,7 @@ fn dial(flow: &Flow, dialed: Option<Dialed>) -> Dialing {
         Some(dialed) => Box::pin(ready(Ok(dialed))),
         None => {
             let flow = flow.clone();
-            Box::pin(async move { opaque::dial(&flow, Alpn::Detect, None).await })
+            Box::pin(async move { opaque::dial(&flow, Alpn::Inspected, None).await })
         }
     }
 }
@@ -157,6 +159,8 @@ enum First {
 pub enum Rules {
     /// Those of the application, or inside mesh TLS.
     Inner,
+    /// Inside mesh TLS, from a proxy that has waited for the rest of a first line.
+    Inspected,
     /// Also mesh TLS: the client may be another proxy.
     Inbound,
     /// On a port that the pod declares opaque: everything except mesh TLS is opaque.
@@ -185,23 +189,39 @@ impl Detector {
         }
     }
 
-    /// Reads until the bytes determine the protocol. They stay unread in `client`.
+    /// Reads until the bytes determine the protocol. They stay unread in `client`. Some may be unread
+    /// already, such as those that have followed a handshake.
     async fn read(&mut self, client: &mut Io, flow: &Flow) -> Result<Protocol, Failure> {
         let (mut deadline, mut memory) = (None, None);
         loop {
-            let filled = if client.unread().is_empty() {
-                Ok(poll_fn(|cx| client.poll_fill(cx)).await)
-            } else {
-                // One deadline for all bytes: a byte now and then does not extend it.
-                let now = Instant::now();
-                let deadline = *deadline.get_or_insert(now + flow.worker.config.timeouts.detect);
-                let pause = now + self.pause_timeout(client.unread());
-                let filled = timeout_at(deadline.min(pause), poll_fn(|cx| client.poll_fill(cx)));
-                let filled = filled.await;
-                if filled.is_err() && deadline <= pause {
-                    flow.count_timeout(TimeoutKind::Detect);
+            let mut pause = None;
+            if !client.unread().is_empty() {
+                if let Some(protocol) = self.update(client.unread()) {
+                    return Ok(protocol);
                 }
-                filled
+                // The rest is charged with the connection.
+                if let Some(more) = client.buffered().checked_sub(PENDING_COST) {
+                    let memory = memory.get_or_insert_with(|| flow.charge());
+                    memory.hold(more)?;
+                }
+                match self.pause_timeout(client.unread()) {
+                    Duration::ZERO => return Ok(self.guess(client.unread())),
+                    allowed => pause = Some(Instant::now() + allowed),
+                }
+            }
+            let filling = poll_fn(|cx| client.poll_fill(cx));
+            let filled = match pause {
+                None => Ok(filling.await),
+                Some(pause) => {
+                    // One deadline for all bytes: a byte now and then does not extend it.
+                    let timeout = flow.worker.config.timeouts.detect;
+                    let deadline = *deadline.get_or_insert(Instant::now() + timeout);
+                    let filled = timeout_at(deadline.min(pause), filling).await;
+                    if filled.is_err() && deadline <= pause {
+                        flow.count_timeout(TimeoutKind::Detect);
+                    }
+                    filled
+                }
             };
             match filled {
                 // After a half-close without a byte the server may still have something to send.
@@ -213,14 +233,6 @@ impl Detector {
                     return Err(Failure::BadRequest(reason));
                 }
             }
-            if let Some(protocol) = self.update(client.unread()) {
-                return Ok(protocol);
-            }
-            // The rest is charged with the connection.
-            if let Some(more) = client.buffered().checked_sub(PENDING_COST) {
-                let memory = memory.get_or_insert_with(|| flow.charge());
-                memory.hold(more)?;
-            }
         }
     }
 
@@ -229,7 +241,7 @@ impl Detector {
     /// an application unparsed. The strict parser then rejects the malformed ones. None while the
     /// bytes are a prefix of more than one protocol. `bytes` are those of earlier calls, and more.
     pub fn update(&mut self, bytes: &[u8]) -> Option<Protocol> {
-        if self.rules != Rules::Inner {
+        if matches!(self.rules, Rules::Inbound | Rules::InboundOpaque) {
             match tls::inspect(bytes) {
                 Hello::Mesh => return Some(Protocol::MeshTls),
                 Hello::NeedMore => return None,
@@ -276,6 +288,7 @@ impl Detector {
     /// message of another protocol, in particular if it is binary. A prefix of a ClientHello is not.
     fn pause_timeout(&self, begun: &[u8]) -> Duration {
         match tls::inspect(begun) {
+            _ if self.rules == Rules::Inspected => Duration::ZERO,
             Hello::NeedMore => CLIENT_HELLO_TIMEOUT,
             _ if self.is_binary => Duration::ZERO,
             _ => PAUSE_TIMEOUT,

@@ -40,7 +40,8 @@ pub struct Dialed {
 }
 
 /// Copies bytes in both directions. `dialed` is the upstream connection, if it exists already. The
-/// connection is reset if the `detector` finds a request in the client's first line.
+/// connection is reset if the `detector` finds a request in the client's first line. There is none if
+/// the protocol is declared: then nothing has inspected the client's bytes.
 pub async fn serve(
     mut client: Io,
     flow: Rc<Flow>,
@@ -49,11 +50,15 @@ pub async fn serve(
 ) {
     let mut record = ConnectionRecord::new(&flow);
     let mut memory = flow.charge();
+    let alpn = match &detector {
+        Some(_) => Alpn::Inspected,
+        None => Alpn::Opaque,
+    };
     let mut allowed = flow.allowed();
     let dialed = match dialed {
         Some(dialed) => flow.authorize_silent_client().map(|()| dialed),
         None => match server_name(&mut client, &flow, &mut memory).await {
-            Ok(name) => dial(&flow, Alpn::Opaque, name).await,
+            Ok(name) => dial(&flow, alpn, name).await,
             Err(failure) => Err(failure),
         },
     };

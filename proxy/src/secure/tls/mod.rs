@@ -67,14 +67,15 @@ pub enum Alpn {
     Http1,
     /// HTTP/2.
     Http2,
-    /// Not HTTP according to the client. The server detects the protocol, as for [`Self::Detect`].
+    /// Not HTTP by declaration: the client's proxy inspects no bytes. The server detects the protocol.
     Opaque,
-    /// Unknown to the client, which has sent no bytes yet. The server detects the protocol.
-    Detect,
+    /// Unknown, or not HTTP according to the first bytes, which the client's proxy inspects before it
+    /// sends them. The server inspects the same bytes, and waits for no more of them.
+    Inspected,
 }
 
 impl Alpn {
-    const ALL: [Self; 4] = [Self::Http1, Self::Http2, Self::Opaque, Self::Detect];
+    const ALL: [Self; 4] = [Self::Http1, Self::Http2, Self::Opaque, Self::Inspected];
 
     /// The protocol name on the wire (RFC 7301).
     pub const fn name(self) -> &'static [u8] {
@@ -82,7 +83,7 @@ impl Alpn {
             Self::Http1 => b"diy-mesh/http1",
             Self::Http2 => b"diy-mesh/h2",
             Self::Opaque => b"diy-mesh/tcp",
-            Self::Detect => b"diy-mesh/any",
+            Self::Inspected => b"diy-mesh/any",
         }
     }
 

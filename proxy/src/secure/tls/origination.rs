@@ -54,7 +54,7 @@ fn config(server: &ServerTls, alpn: Alpn) -> Result<Arc<ClientConfig>, rustls::E
     let (slot, protocol): (_, Option<&[u8]>) = match alpn {
         Alpn::Http1 => (&server.configs[0], Some(b"http/1.1")),
         Alpn::Http2 => (&server.configs[1], Some(b"h2")),
-        Alpn::Opaque | Alpn::Detect => (&server.configs[2], None),
+        Alpn::Opaque | Alpn::Inspected => (&server.configs[2], None),
     };
     if let Some(config) = slot.get() {
         return Ok(config.clone());

@@ -4,6 +4,7 @@
 mod admission;
 mod callers;
 mod client_end;
+mod first_messages;
 mod floods;
 mod fragments;
 mod namespaces;
@@ -274,17 +275,18 @@ impl Pair {
         Self::new(Some(web), Some(cart), "", app).await
     }
 
-    /// Sends bytes over mutual TLS with this ALPN protocol and returns the response.
-    async fn call_as(&self, alpn: super::Alpn, bytes: &str) -> String {
+    /// A connection to the inbound proxy with mutual TLS and this ALPN protocol.
+    async fn connect_as(&self, alpn: super::Alpn) -> Io {
         let io = Io::new(TcpStream::connect(self.address).await.unwrap());
         let cart = CART.parse().unwrap();
-        let mut io = self
-            .outbound
-            .worker
-            .tls
-            .connect(io, self.address, &cart, alpn, memory())
-            .await
-            .unwrap();
+        let tls = &self.outbound.worker.tls;
+        let io = tls.connect(io, self.address, &cart, alpn, memory()).await;
+        io.unwrap()
+    }
+
+    /// Sends bytes over mutual TLS with this ALPN protocol and returns the response.
+    async fn call_as(&self, alpn: super::Alpn, bytes: &str) -> String {
+        let mut io = self.connect_as(alpn).await;
         io.write_all(bytes.as_bytes()).await.unwrap();
         io.shutdown().await.unwrap();
         read_all(&mut io).await
@@ -519,7 +521,11 @@ fn resumes_sessions_on_any_worker() {
 fn removes_forged_x_called_by_for_any_alpn_protocol() {
     on_worker(async {
         let pair = Pair::usual(app().await).await;
-        for alpn in [super::Alpn::Opaque, super::Alpn::Detect, super::Alpn::Http1] {
+        for alpn in [
+            super::Alpn::Opaque,
+            super::Alpn::Inspected,
+            super::Alpn::Http1,
+        ] {
             let answer = pair.call_as(alpn, FORGED).await;
             let seen = format!("GET /secret HTTP/1.1\r\nHost: cart\r\nX-Called-By: {WEB}\r\n\r\n");
             assert!(answer.ends_with(&seen), "{alpn:?}: {answer}");
@@ -799,7 +805,7 @@ fn pooled_connection_has_completed_its_handshake() {
     on_worker(async {
         let (app, address) = listen().await;
         let pair = Pair::usual(address).await;
-        let dialed = opaque::dial(&pair.flow(pair.address), super::Alpn::Detect, None)
+        let dialed = opaque::dial(&pair.flow(pair.address), super::Alpn::Inspected, None)
             .await
             .unwrap();
         let endpoint = dialed.endpoint.clone();

@@ -23,7 +23,7 @@ const KEPT: usize = 2;
 const MEMORY: usize = 448 * 1024;
 /// What one more connection of the caller has sent. Its buffer has 36 KiB.
 const HELD: usize = 12 * 1024;
-const ALPNS: [Alpn; 4] = [Alpn::Http1, Alpn::Http2, Alpn::Opaque, Alpn::Detect];
+const ALPNS: [Alpn; 4] = [Alpn::Http1, Alpn::Http2, Alpn::Opaque, Alpn::Inspected];
 const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nHost: cart\r\n\r\n";
 const UNFINISHED: &[u8] = b"GET / HTTP/1.1\r\nHost: cart\r\nX: ";
 const HTTP2: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
