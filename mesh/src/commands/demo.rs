@@ -5,7 +5,10 @@ use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
+    sync::{
+        Arc,
+        mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -24,13 +27,14 @@ use self::{
 };
 use super::terminal;
 use diy_mesh_sandbox::{
-    Sandbox,
+    Error, Sandbox,
     manifest::{self, Files},
     protocol::Message,
     socket::{self, Server},
 };
 
 mod names;
+mod order;
 mod screen;
 mod story;
 mod summary;
@@ -67,12 +71,22 @@ pub struct Arguments {
 /// An input of the demo loop.
 enum DemoEvent {
     Sandbox(Box<Message>),
+    /// The clients are applied. Follows the messages about their pods.
+    Clients(Result<(), Error>),
     Signal,
+}
+
+/// The workloads that no Service selects. They start when the pods of the Services are ready, so that
+/// their first requests find endpoints.
+enum Clients {
+    Waiting(Vec<Value>),
+    Starting,
+    Started,
 }
 
 /// The interval of progress messages until all pods are ready.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
-/// The story begins after this time even if a pod is not ready.
+/// The story begins after this time without a change of a pod even if one is not ready.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time between SIGTERM and SIGKILL at the end of the demo.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
@@ -101,12 +115,14 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     };
     let json = request_json_dumps(&mut objects);
     let mut screen = Screen::new(detail, arguments.only.clone(), json);
+    let clients = order::take_clients(&mut objects);
     screen.print_status("starting a sandbox; Ctrl-C stops it and removes all of its resources")?;
+    let messages = sender.clone();
     let sandbox = Sandbox::start_with(
         &programs()?,
         Box::new(move |message| {
             // Fails only while the demo exits.
-            let _ = sender.send(DemoEvent::Sandbox(Box::new(message.clone())));
+            let _ = messages.send(DemoEvent::Sandbox(Box::new(message.clone())));
             false
         }),
     )?;
@@ -116,12 +132,19 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         .seconds
         .map(|seconds| started_at + Duration::from_secs(seconds));
     let mut demo = Demo {
-        sandbox,
+        sandbox: Arc::new(sandbox),
+        events: sender,
+        clients: if clients.is_empty() {
+            Clients::Started
+        } else {
+            Clients::Waiting(clients)
+        },
         server,
         screen,
         story: Story::default(),
         summary: Summary::default(),
         started_at,
+        changed_at: started_at,
         ready_after: None,
     };
     let reason = demo.run(&demo_events, deadline)?;
@@ -151,13 +174,17 @@ enum ExitReason {
 }
 
 struct Demo {
-    sandbox: Sandbox,
+    sandbox: Arc<Sandbox>,
+    events: SyncSender<DemoEvent>,
+    clients: Clients,
     /// Answers `mesh why --demo` and the like.
     server: Option<Server>,
     screen: Screen,
     story: Story,
     summary: Summary,
     started_at: Instant,
+    /// The time of the last change of a pod.
+    changed_at: Instant,
     /// The time until all pods were ready for the first time.
     ready_after: Option<Duration>,
 }
@@ -184,6 +211,11 @@ impl Demo {
                     }
                     self.handle(*message)?;
                 }
+                Ok(DemoEvent::Clients(applied)) => {
+                    applied?;
+                    self.clients = Clients::Started;
+                    self.check_ready()?;
+                }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => bail!("the sandbox is disconnected"),
             }
@@ -205,7 +237,7 @@ impl Demo {
     fn is_starting(&self) -> bool {
         self.screen.detail() == Detail::Story
             && self.ready_after.is_none()
-            && self.started_at.elapsed() < START_TIMEOUT
+            && self.changed_at.elapsed() < START_TIMEOUT
     }
 
     fn print_progress(&mut self) -> Result<()> {
@@ -227,19 +259,40 @@ impl Demo {
             }
             Message::Notice(text) => self.screen.print_status(&text),
             Message::Pod(pod) => {
+                self.changed_at = Instant::now();
                 self.story.record_pod(&pod);
                 self.screen.pod(&pod)?;
-                if self.ready_after.is_none() && self.summary.all_ready() {
-                    let elapsed = self.started_at.elapsed();
-                    self.ready_after = Some(elapsed);
-                    self.screen.print_ready(&format!(
-                        "everything is ready after {:.1} s",
-                        elapsed.as_secs_f64()
-                    ))?;
-                }
-                Ok(())
+                self.check_ready()
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Starts the clients, or reports that everything is ready, once all present pods are ready.
+    fn check_ready(&mut self) -> Result<()> {
+        if self.ready_after.is_some() || !self.summary.all_ready() {
+            return Ok(());
+        }
+        match &mut self.clients {
+            Clients::Waiting(objects) => {
+                let objects = std::mem::take(objects);
+                self.clients = Clients::Starting;
+                let (sandbox, events) = (self.sandbox.clone(), self.events.clone());
+                // This thread has to receive the messages that precede the reply.
+                let apply = move || {
+                    // Fails only while the demo exits.
+                    let _ = events.send(DemoEvent::Clients(sandbox.apply_objects(objects)));
+                };
+                thread::Builder::new().name("clients".into()).spawn(apply)?;
+                Ok(())
+            }
+            Clients::Starting => Ok(()),
+            Clients::Started => {
+                let elapsed = self.started_at.elapsed();
+                self.ready_after = Some(elapsed);
+                let text = format!("everything is ready after {:.1} s", elapsed.as_secs_f64());
+                self.screen.print_ready(&text)
+            }
         }
     }
 
@@ -330,10 +383,8 @@ fn request_json_dumps(objects: &mut [Value]) -> BTreeSet<(String, String)> {
 fn check_only(only: &[String], objects: &[Value]) -> Result<()> {
     let (mut workloads, mut others) = (BTreeSet::new(), BTreeSet::from(story::PROXY_CONTAINERS));
     for object in objects {
-        let pod = match object["kind"].as_str() {
-            Some("Pod") => object,
-            Some("Deployment") => &object["spec"]["template"],
-            _ => continue,
+        let Some(pod) = order::pod(object) else {
+            continue;
         };
         workloads.extend(object["metadata"]["name"].as_str());
         others.extend(object["metadata"]["namespace"].as_str());
