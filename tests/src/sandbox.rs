@@ -4,6 +4,7 @@
 use std::{
     env,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
     time::{Duration, Instant},
 };
@@ -13,10 +14,14 @@ use diy_mesh_sandbox::{
     protocol::{Output, PodView},
 };
 use diy_mesh_testkit::skip;
+use diy_mesh_testkit::wait::TEST_TIMEOUT;
 use serde_json::{Value, json};
 
-/// Limit for each wait, sufficient for a loaded machine.
-pub const READY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Limit for each wait, and for each script.
+pub const READY_TIMEOUT: Duration = TEST_TIMEOUT;
+
+/// The exit code of timeout(1) when the time is up.
+const TIMEOUT_CODE: i32 = 124;
 
 /// The programs of a release, which a sandbox needs.
 pub const PROGRAMS: [&str; 9] = [
@@ -259,9 +264,7 @@ pub fn request_until(
     let script = format!("exec 3<>/dev/tcp/{host}/{port} && printf '{request}' >&3 && cat <&3");
     let deadline = Instant::now() + READY_TIMEOUT;
     loop {
-        let output = sandbox
-            .exec(pod, "shell", &["timeout", "20", "bash", "-c", &script])
-            .expect("the program runs");
+        let output = self::script(sandbox, pod, "shell", &script);
         if is_expected(&output.stdout) {
             return output;
         }
@@ -322,10 +325,29 @@ pub fn requests_to(
 }
 
 /// Runs a script with bash in the container `shell` of a pod, and returns its output.
-pub fn run(sandbox: &Sandbox, pod: &PodView, script: &str) -> String {
-    let command = ["timeout", "50", "bash", "-c", script];
-    let output = sandbox.exec(pod, "shell", &command);
-    output.expect("the program runs").stdout
+pub fn run(sandbox: &Sandbox, pod: &PodView, text: &str) -> String {
+    script(sandbox, pod, "shell", text).stdout
+}
+
+/// Runs a script with bash in a container. Fails if the script does not end: its output would be
+/// incomplete.
+pub fn script(sandbox: &Sandbox, pod: &PodView, container: &str, text: &str) -> Output {
+    let limit = READY_TIMEOUT.as_secs().to_string();
+    let command = ["timeout", &limit, "bash", "-c", text];
+    let output = sandbox.exec(pod, container, &command);
+    let output = output.expect("the program runs");
+    let Output {
+        code,
+        stdout,
+        stderr,
+    } = &output;
+    assert_ne!(
+        *code,
+        TIMEOUT_CODE,
+        "not completed after {limit} s, with {} bytes of output: {text}\n{stderr}",
+        stdout.len()
+    );
+    output
 }
 
 /// A metric of the proxy of a pod.
@@ -503,6 +525,28 @@ pub fn failures_under_load(
         }
         failures
     })
+}
+
+/// Repeats `repeated` on another thread until `action` ends, at least once.
+pub fn repeat_during(repeated: impl Fn() + Sync, action: impl FnOnce()) {
+    /// Ends the repetition on drop, also if the action panics.
+    struct End<'a>(&'a AtomicBool);
+    impl Drop for End<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Relaxed);
+        }
+    }
+    let has_ended = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            repeated();
+            while !has_ended.load(Relaxed) {
+                repeated();
+            }
+        });
+        let _end = End(&has_ended);
+        action();
+    });
 }
 
 /// Stops the load on drop, also if a test panics.

@@ -14,7 +14,8 @@ use std::{
 };
 
 const STOP: &str = "/tmp/stop";
-const RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
+/// Only a response that never arrives takes so long.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(300);
 /// Limits the load to about 200 requests per second and worker.
 const REQUEST_INTERVAL: Duration = Duration::from_millis(5);
 

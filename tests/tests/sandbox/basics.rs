@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use diy_mesh_tests::sandbox::{READY_TIMEOUT, empty, get, http_server, shell, single_pod};
+use diy_mesh_tests::sandbox::{READY_TIMEOUT, empty, get, http_server, script, shell, single_pod};
 
 #[test]
 fn service_resolves_by_all_names_and_balances() {
@@ -89,15 +89,9 @@ fn service_without_endpoints_refuses_connections() {
         })
         .unwrap();
     // Rules are updated shortly after readiness.
-    let script =
+    let connect =
         "until exec 3<>/dev/tcp/http-server.servers/80; do read -t 0.05 <> <(:); done 2>/dev/null";
-    assert_eq!(
-        sandbox
-            .exec(&shell, "shell", &["timeout", "20", "bash", "-c", script])
-            .unwrap()
-            .code,
-        0
-    );
+    assert_eq!(script(&sandbox, &shell, "shell", connect).code, 0);
 }
 
 #[test]

@@ -4,7 +4,6 @@
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use diy_mesh_sandbox::protocol::PodView;
 use diy_mesh_sandbox::{Sandbox, View};
@@ -46,8 +45,6 @@ const CERTIFICATE_LIFE: &str = "600";
 /// Certificates begin five minutes before they are issued, and last ten minutes.
 const SMALL_JUMP: i64 = 240;
 const LARGE_JUMP: i64 = 1800;
-/// Time until a jump is noticed, with the renewal.
-const RENEWAL_TIMEOUT: Duration = Duration::from_secs(120);
 /// Connections of 50 requests.
 const LOAD: [[&str; 2]; 1] = [["2", "50"]];
 /// Why requests fail until certificates are renewed.
@@ -92,7 +89,7 @@ fn jump(sandbox: &Sandbox, pods: &[PodView], proxies: &[PodView], seconds: i64, 
         let mut counts = counts.iter().zip(&before);
         counts.all(|(count, before)| count > before).then_some(())
     };
-    sandbox.wait(text, RENEWAL_TIMEOUT, is_logged).unwrap();
+    sandbox.wait(text, READY_TIMEOUT, is_logged).unwrap();
 }
 
 #[test]

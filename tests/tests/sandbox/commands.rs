@@ -8,8 +8,8 @@ use std::{
 };
 
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, http_server, identity, identity_when, mesh, programs, with_controller,
-    with_mesh,
+    MESHED, READY_TIMEOUT, http_server, identity, identity_when, mesh, programs, script,
+    with_controller, with_mesh,
 };
 use serde_json::Value;
 
@@ -115,15 +115,12 @@ fn services_lists_endpoints_with_identities_and_watches_them() {
     let services = "mesh services --controller https://controller.service-mesh.svc:8080 \
         --token-file /var/run/secrets/diy-service-mesh/token \
         --roots-file /var/run/secrets/diy-service-mesh/roots.pem";
-    let run = |script: &str| {
+    let run = |text: &str| {
         let routes = services.replace("mesh services", "mesh routes");
-        let script = script
+        let text = text
             .replace("SERVICES", services)
             .replace("ROUTES", &routes);
-        let argv = ["timeout", "60", "bash", "-c", &script];
-        sandbox
-            .exec(&pod, "proxy", &argv)
-            .expect("the program runs")
+        script(&sandbox, &pod, "proxy", &text)
     };
 
     // The catalog receives the readiness of pods with a delay.

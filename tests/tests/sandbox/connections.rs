@@ -6,7 +6,9 @@ use std::time::Instant;
 use diy_mesh_sandbox::Sandbox;
 use diy_mesh_sandbox::protocol::PodView;
 use diy_mesh_tests::routes::{binomial_bounds, http_route, servers};
-use diy_mesh_tests::sandbox::{MESHED, READY_TIMEOUT, request_until, shell, single_pod, with_mesh};
+use diy_mesh_tests::sandbox::{
+    MESHED, READY_TIMEOUT, request_until, run, shell, single_pod, with_mesh,
+};
 
 /// Services `db`, whose pods have the name `one`, and `db-two`.
 fn databases() -> String {
@@ -68,9 +70,8 @@ fn lines(sandbox: &Sandbox, pod: &PodView, connections: usize, is_silent: bool) 
              read -r line <&3; echo \"got $line\"; exec 3>&-
          done 2>/dev/null"
     );
-    let command = ["timeout", "100", "bash", "-c", &script];
-    let output = sandbox.exec(pod, "shell", &command).unwrap();
-    let lines = output.stdout.lines();
+    let output = run(sandbox, pod, &script);
+    let lines = output.lines();
     lines
         .filter_map(|line| line.strip_prefix("got ").or(line.strip_prefix("got")))
         .map(str::to_owned)

@@ -1,17 +1,15 @@
 //! A drill: faults in one sandbox, one after the other. A command names the cause of each, and the
-//! object to blame, within 30 s.
+//! object to blame.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use diy_mesh_sandbox::{Sandbox, protocol::PodView};
 use diy_mesh_tests::sandbox::{
-    MESHED, get, run, shell, single_pod, wait_for_line, with_controller,
+    MESHED, READY_TIMEOUT, get, run, shell, single_pod, wait_for_line, with_controller,
 };
 
 use crate::demo_socket::{Session, text};
 
-/// The time from a fault until a command names it.
-const TIMEOUT: Duration = Duration::from_secs(30);
 /// The requests that are sent at a time.
 const REQUESTS: &str = "1 2 3 4";
 
@@ -407,7 +405,7 @@ fn names(page: &str, pattern: &str) -> bool {
 impl Case {
     /// Sends requests until the command names the cause.
     pub(super) fn drill(&self, sandbox: &Sandbox, session: &Session, client: &PodView) {
-        let deadline = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + READY_TIMEOUT;
         loop {
             let responses = send(sandbox, client, self.url);
             let page = self.ask(session, &responses);

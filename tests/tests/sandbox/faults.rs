@@ -6,7 +6,7 @@ use std::env;
 use diy_mesh_sandbox::protocol::PodView;
 use diy_mesh_sandbox::{Sandbox, View};
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, http_server, shell, single_pod, under_load, with_mesh,
+    MESHED, READY_TIMEOUT, http_server, script, shell, single_pod, under_load, with_mesh,
 };
 
 /// The number of pods of the Service.
@@ -127,16 +127,11 @@ const CONTAINER: &str = "      containers:
           securityContext: {runAsUser: 0, capabilities: {add: [NET_ADMIN, SYS_PTRACE]}}
 ";
 
-fn run(sandbox: &Sandbox, pod: &PodView, case: &Case, script: &str) {
+fn run(sandbox: &Sandbox, pod: &PodView, case: &Case, text: &str) {
     let random = fastrand::u16(..);
-    let whole = format!("RANDOM={random}{FUNCTIONS}{script}");
-    let output = sandbox.exec(
-        pod,
-        case.container,
-        &["timeout", "60", "bash", "-c", &whole],
-    );
-    let output = output.unwrap();
-    assert_eq!(output.code, 0, "{script}: {output:?}");
+    let whole = format!("RANDOM={random}{FUNCTIONS}{text}");
+    let output = script(sandbox, pod, case.container, &whole);
+    assert_eq!(output.code, 0, "{text}: {output:?}");
 }
 
 /// The numbers of requests that the pods have served.

@@ -3,8 +3,8 @@
 
 use diy_mesh_sandbox::{Sandbox, protocol::PodView};
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, get, http_server, post, programs, shell, single_pod, wait_for_line,
-    with_controller, with_mesh,
+    MESHED, READY_TIMEOUT, get, http_server, post, programs, script, shell, single_pod,
+    wait_for_line, with_controller, with_mesh,
 };
 
 const CLIENT_IDENTITY: &str = "spiffe://cluster.local/ns/clients/sa/default";
@@ -18,7 +18,7 @@ fn captured_counts(sandbox: &Sandbox, pod: &PodView, address: &str, words: &[&st
         .iter()
         .map(|word| format!("grep -aoF '{word}' /tmp/wire | wc -l"))
         .collect();
-    let script = format!(
+    let text = format!(
         "set -e; rm -f /tmp/stop-capture; {} eth0 /tmp/wire > /tmp/said & captured_counts=$!
          for try in $(seq 600); do grep -q ready /tmp/said 2>/dev/null && break; kill -0 $captured_counts; sleep 0.05; done
          exec 3<>/dev/tcp/{address}; printf '{request}' >&3; cat <&3 > /tmp/response; exec 3<&-
@@ -26,9 +26,7 @@ fn captured_counts(sandbox: &Sandbox, pod: &PodView, address: &str, words: &[&st
         capture.display(),
         counts.join("; ")
     );
-    let output = sandbox
-        .exec(pod, "shell", &["timeout", "60", "bash", "-c", &script])
-        .unwrap();
+    let output = script(sandbox, pod, "shell", &text);
     let counts: Vec<u32> = output
         .stdout
         .lines()
@@ -146,17 +144,11 @@ fn pod_stays_ready_and_serves_plaintext_when_its_certificate_expires() {
         });
     }
     // The admin port answers as it answers the kubelet.
-    let script = format!(
+    let text = format!(
         "exec 3<>/dev/tcp/{}/4001 && printf 'GET /ready HTTP/1.0\\r\\n\\r\\n' >&3 && cat <&3",
         server.ip.as_deref().unwrap()
     );
-    let ready = sandbox
-        .exec(
-            &unmeshed,
-            "shell",
-            &["timeout", "20", "bash", "-c", &script],
-        )
-        .unwrap();
+    let ready = script(&sandbox, &unmeshed, "shell", &text);
     assert!(ready.stdout.starts_with("HTTP/1.0 200 "), "{ready:?}");
     hello(&unmeshed);
     let refused = post(&sandbox, &client, "http-server.servers", 80);

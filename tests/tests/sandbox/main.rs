@@ -22,6 +22,7 @@ mod lifecycle;
 mod policies;
 mod probes;
 mod prometheus;
+mod real_servers;
 mod resilience;
 mod rootless;
 mod rotation;

@@ -29,9 +29,6 @@ const PHASES: [&str; 2] = ["announcing", "switched"];
 /// Limit for rotation phases.
 const ROTATION_TIMEOUT: Duration = Duration::from_secs(3 * READY_TIMEOUT.as_secs());
 
-/// Time in which proxies reconnect once their volumes contain the roots of a new CA.
-const RECONNECT_TIMEOUT: Duration = Duration::from_secs(30);
-
 /// Kills the controller of the pod in which the script runs. Processes of all pods are visible: the
 /// network namespace identifies those of the pod.
 const KILL: &str = "for process in /proc/[0-9]*; do
@@ -165,7 +162,7 @@ fn mesh_that_lost_its_ca_recovers() {
     identity_when(
         &sandbox,
         "certificates of the new CA",
-        RECONNECT_TIMEOUT,
+        READY_TIMEOUT,
         is_recovered,
     );
     let page = mesh(&sandbox, &["identity"]).stdout;

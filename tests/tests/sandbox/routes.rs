@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use diy_mesh_tests::routes::{binomial_bounds, canary, grant, http_route, rule, servers};
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, controller_logs, request_until, response_until, shell, single_pod,
-    versions, wait_for_line, with_mesh,
+    MESHED, READY_TIMEOUT, controller_logs, repeat_during, request_until, response_until, shell,
+    single_pod, versions, wait_for_line, with_mesh,
 };
 
 #[test]
@@ -110,8 +110,11 @@ spec: {{selector: {{app: web-v2}}, ports: [{{name: http, port: 80, targetPort: 8
     assert_eq!(versions(&sandbox, &client, 50), [0, 50]);
     let accepted = "Service shop/web-v2, parent Service web: Accepted=True";
     controller_logs(&sandbox, &[accepted]);
-    std::thread::scope(|scope| {
-        let load = scope.spawn(|| versions(&sandbox, &client, 3000));
+    let send = || {
+        let [first, second] = versions(&sandbox, &client, 50);
+        assert_eq!(first + second, 50, "all requests succeed");
+    };
+    repeat_during(send, || {
         for percent in ["50", "0", "20", "101"] {
             weight(percent);
         }
@@ -119,13 +122,11 @@ spec: {{selector: {{app: web-v2}}, ports: [{{name: http, port: 80, targetPort: 8
         let invalid = "Accepted=False, UnsupportedValue: diy-service-mesh/canary-weight: \"101\"";
         controller_logs(&sandbox, &["Service shop/web-v2", invalid]);
         weight("0");
-        let [first, second] = load.join().unwrap();
-        assert_eq!(first + second, 3000, "all requests succeed");
+        let deadline = Instant::now() + READY_TIMEOUT;
+        while versions(&sandbox, &client, 50) != [50, 0] {
+            assert!(Instant::now() < deadline, "a share of the requests stays");
+        }
     });
-    let deadline = Instant::now() + READY_TIMEOUT;
-    while versions(&sandbox, &client, 50) != [50, 0] {
-        assert!(Instant::now() < deadline, "a share of the requests stays");
-    }
     weight("30");
     response_until(&sandbox, &client, "/hello", "", "200 Version: 2.0");
     let [first, second] = versions(&sandbox, &client, 400);

@@ -3,7 +3,7 @@
 
 use diy_mesh_sandbox::protocol::PodView;
 use diy_mesh_tests::sandbox::{
-    MESHED, get, http_server, request_until, shell, single_pod, wait_for_line, with_mesh,
+    MESHED, get, http_server, request_until, run, shell, single_pod, wait_for_line, with_mesh,
 };
 
 const HELLO: &str = "Hello from the http-server service!";
@@ -195,12 +195,6 @@ fn meshed_application_reaches_the_controller() {
     let client = single_pod(&sandbox, "clients", "shell");
     let handshake =
         "openssl s_client -connect controller.service-mesh:8080 -alpn h2 < /dev/null 2>&1";
-    let output = sandbox
-        .exec(
-            &client,
-            "shell",
-            &["timeout", "20", "bash", "-c", handshake],
-        )
-        .unwrap();
-    assert!(output.stdout.contains("ALPN protocol: h2"), "{output:?}");
+    let output = run(&sandbox, &client, handshake);
+    assert!(output.contains("ALPN protocol: h2"), "{output:?}");
 }
