@@ -166,6 +166,10 @@ pub enum Failure {
         /// The error.
         reason: String,
     },
+    /// The endpoint sent bytes of its application in place of its first TLS record: its proxy has taken
+    /// the late ClientHello for a silent client.
+    #[error("{0} answered the mutual TLS handshake in plaintext")]
+    PlaintextAnswer(SocketAddr),
     /// The workload accepts only mutual TLS, and the client did not use it.
     #[error("this workload requires mutual TLS: its callers must be in the mesh")]
     MtlsRequired,
@@ -355,7 +359,10 @@ impl Failure {
     pub fn is_identity_failure(&self) -> bool {
         matches!(
             self,
-            Self::NoCertificate(_) | Self::Handshake { .. } | Self::MtlsRequired
+            Self::NoCertificate(_)
+                | Self::Handshake { .. }
+                | Self::PlaintextAnswer(_)
+                | Self::MtlsRequired
         )
     }
 
@@ -382,6 +389,7 @@ impl Failure {
                 | Self::UpstreamClosed { .. }
                 | Self::UpstreamMalformed { .. }
                 | Self::Handshake { .. }
+                | Self::PlaintextAnswer(_)
                 | Self::Timeout(Limit::Attempt)
         )
     }
@@ -412,7 +420,7 @@ impl Failure {
             Self::CircuitOpen { .. } => Code::CircuitOpen,
             Self::RetriedStatus { .. } => Code::RetriedStatus,
             Self::NoCertificate(_) => Code::NoCertificate,
-            Self::Handshake { .. } => Code::HandshakeFailed,
+            Self::Handshake { .. } | Self::PlaintextAnswer(_) => Code::HandshakeFailed,
             Self::MtlsRequired => Code::MtlsRequired,
             Self::NotReady => Code::NotReady,
             Self::Denied { .. } => Code::Denied,

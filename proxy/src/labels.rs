@@ -160,11 +160,13 @@ pub enum HandshakeResult {
     Resumed,
     /// There is no session.
     Failed,
+    /// The server answered in plaintext.
+    Plaintext,
 }
 
 impl HandshakeResult {
     /// The values of the label, in the order of the discriminants.
-    pub const NAMES: [&str; 3] = ["full", "resumed", "failed"];
+    pub const NAMES: [&str; 4] = ["full", "resumed", "failed", "plaintext"];
 }
 
 /// Why a safe retry does not take place: the label `reason` of the metric.

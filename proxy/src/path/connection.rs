@@ -196,6 +196,7 @@ async fn detected(mut client: Io, mut flow: Flow) -> Option<Pin<Box<dyn Future<O
     };
     drop(pending);
     if flow.caller == Caller::Unauthenticated {
+        flow.worker.tls.forget(flow.peer.ip());
         flow.assign_slot();
     }
     // Steps 4 to 8, per request or for the connection.

@@ -31,6 +31,9 @@ const CLIENT_FIRST_TIMEOUT: Duration = Duration::from_millis(2);
 /// The same if the client may be another proxy, whose ClientHello may still be in transit: the
 /// application's first bytes would cross with it.
 const PEER_FIRST_TIMEOUT: Duration = Duration::from_millis(100);
+/// The same if another proxy has completed a handshake from the client's address lately. Its
+/// ClientHello may be late because of a lost packet, or of a proxy without CPU time.
+const KNOWN_PEER_FIRST_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a client may pause within its first line.
 const PAUSE_TIMEOUT: Duration = Duration::from_millis(300);
 /// How long a client may pause within its ClientHello.
@@ -59,9 +62,14 @@ pub async fn detect(
     dialed: &mut Option<Dialed>,
 ) -> Result<Protocol, Failure> {
     // Another proxy sends first. The proxy terminates its TLS on opaque ports too.
+    let peer_timeout = if flow.worker.tls.is_known(flow.peer.ip()) {
+        KNOWN_PEER_FIRST_TIMEOUT
+    } else {
+        PEER_FIRST_TIMEOUT
+    };
     let (rules, first_timeout) = match (&flow.caller, declared) {
-        (Caller::Unauthenticated, Some(_)) => (Rules::InboundOpaque, PEER_FIRST_TIMEOUT),
-        (Caller::Unauthenticated, None) => (Rules::Inbound, PEER_FIRST_TIMEOUT),
+        (Caller::Unauthenticated, Some(_)) => (Rules::InboundOpaque, peer_timeout),
+        (Caller::Unauthenticated, None) => (Rules::Inbound, peer_timeout),
         (_, Some(protocol)) => return Ok(protocol),
         (_, None) if alpn == Some(Alpn::Inspected) => (Rules::Inspected, CLIENT_FIRST_TIMEOUT),
         (_, None) => (Rules::Inner, CLIENT_FIRST_TIMEOUT),

@@ -4,6 +4,7 @@
 use std::fmt;
 use std::future::poll_fn;
 use std::io;
+use std::ops::RangeInclusive;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -17,11 +18,15 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use super::session::{Buffered, Kernel, Session};
+use crate::error::Failure;
 use crate::limits::memory::Charge;
 
 /// The maximum input of a handshake. rustls accepts messages of 64 KiB, and keeps their records until
 /// a message is complete: with a record for each byte of it, these would be a thousand times as large.
 const MAX_INPUT: usize = 96 * 1024;
+
+/// The first byte of a TLS record, from change_cipher_spec to application_data (RFC 8446, section 5.1).
+const CONTENT_TYPES: RangeInclusive<u8> = 20..=23;
 
 /// The outcome of a handshake.
 pub struct Negotiated {
@@ -184,9 +189,19 @@ impl Handshake {
             if buf.filled().is_empty() {
                 return Poll::Ready(Err(unexpected_eof()));
             }
+            if self.received == 0 && self.is_answered_in_plaintext(buf.filled()) {
+                let peer = stream.peer_addr()?;
+                return Poll::Ready(Err(io::Error::other(Failure::PlaintextAnswer(peer))));
+            }
             self.received += buf.filled().len();
             self.incoming.extend_from_slice(buf.filled());
         }
+    }
+
+    /// Whether the first bytes of a server are no TLS record.
+    fn is_answered_in_plaintext(&self, first: &[u8]) -> bool {
+        let is_record = |byte: &u8| CONTENT_TYPES.contains(byte);
+        matches!(self.connection, Connection::Client(_)) && !first.first().is_some_and(is_record)
     }
 
     /// Charges what the handshake holds while it waits: the buffers, and the messages that rustls

@@ -9,6 +9,7 @@
 
 mod handshake;
 mod hello;
+mod known;
 mod origination;
 pub mod record;
 mod session;
@@ -24,11 +25,11 @@ mod write_tests;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime};
+use std::time::SystemTime;
 
 use diy_mesh_model::identity::Identity;
 use rustls::client::{Resumption, UnbufferedClientConnection};
@@ -36,7 +37,7 @@ use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::ServerName;
 use rustls::server::{NoServerSessionStorage, UnbufferedServerConnection};
 use rustls::{ClientConfig, HandshakeKind, ServerConfig};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use crate::error::Failure;
 use crate::labels::HandshakeResult;
@@ -49,6 +50,8 @@ use crate::secure::identity::{
 };
 use crate::secure::io::Io;
 use diy_mesh_model::exchange::Direction;
+
+use known::KnownPeers;
 
 pub use handshake::{Handshake, Negotiated};
 pub use hello::{Hello, inspect, server_name};
@@ -100,6 +103,8 @@ pub struct Tls {
     timeouts: Timeouts,
     metrics: Arc<Metrics>,
     configs: RefCell<Option<Rc<Configs>>>,
+    /// The addresses of other proxies.
+    known: RefCell<KnownPeers>,
 }
 
 /// TLS configurations of one set of credentials.
@@ -123,7 +128,18 @@ impl Tls {
             timeouts,
             metrics,
             configs: RefCell::new(None),
+            known: RefCell::default(),
         }
+    }
+
+    /// Whether another proxy at this address has completed a handshake lately.
+    pub fn is_known(&self, address: IpAddr) -> bool {
+        self.known.borrow().contains(address, Instant::now())
+    }
+
+    /// Forgets an address, whose client has not begun a handshake.
+    pub fn forget(&self, address: IpAddr) {
+        self.known.borrow_mut().remove(address);
     }
 
     /// The identity of the own workload, while it has a certificate.
@@ -218,6 +234,7 @@ impl Tls {
             .and_then(Alpn::from_name)
             .ok_or_else(|| failed("no ALPN protocol of the mesh".to_owned()))?;
         self.set_lifetime(&mut io, not_after, configs.credentials.not_after);
+        self.known.borrow_mut().add(peer.ip(), Instant::now());
         Ok((io, identity, alpn))
     }
 
@@ -245,6 +262,7 @@ impl Tls {
                     HandshakeResult::Resumed
                 }
                 Ok(_) => HandshakeResult::Full,
+                Err(error) if is_plaintext(error) => HandshakeResult::Plaintext,
                 Err(_) => HandshakeResult::Failed,
             };
             self.metrics.handshake(direction, result);
@@ -256,10 +274,11 @@ impl Tls {
     fn set_lifetime(&self, io: &mut Io, peer: SystemTime, own: SystemTime) {
         let now = SystemTime::now();
         let remaining = |end: SystemTime| end.duration_since(now).unwrap_or_default();
-        io.set_lifetime(
-            self.lifetimes
-                .sample(Instant::now(), remaining(peer), remaining(own)),
-        );
+        io.set_lifetime(self.lifetimes.sample(
+            std::time::Instant::now(),
+            remaining(peer),
+            remaining(own),
+        ));
     }
 
     /// Configurations of the current credentials; `None` without a valid certificate.
@@ -285,6 +304,11 @@ impl Tls {
 /// The failure of a handshake: that no memory is left for it, or what `failure` makes of the error.
 fn overload_or(error: io::Error, failure: impl FnOnce(io::Error) -> Failure) -> Failure {
     error.downcast::<Failure>().unwrap_or_else(failure)
+}
+
+fn is_plaintext(error: &io::Error) -> bool {
+    let failure = error.get_ref().and_then(|inner| inner.downcast_ref());
+    matches!(failure, Some(Failure::PlaintextAnswer(_)))
 }
 
 /// Identity of the peer and expiry of its certificate. Full handshakes have verified the

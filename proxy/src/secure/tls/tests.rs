@@ -7,6 +7,7 @@ mod client_end;
 mod first_messages;
 mod floods;
 mod fragments;
+mod late_hellos;
 mod namespaces;
 mod slots;
 
@@ -219,6 +220,8 @@ pub(super) struct Pair {
     address: SocketAddr,
     /// Ends the recorded connections, without close_notify.
     pub(super) cut: CancellationToken,
+    /// The number of next connections whose ClientHello arrives after the server's first bytes.
+    late: Rc<Cell<usize>>,
 }
 
 impl Pair {
@@ -237,7 +240,15 @@ impl Pair {
         let wire_address = wire_listener.local_addr().unwrap();
         let wire = Rc::new(RefCell::new(Vec::new()));
         let cut = CancellationToken::new();
-        tokio::task::spawn_local(tap(wire_listener, address, wire.clone(), cut.clone()));
+        let late = Rc::new(Cell::new(0));
+        let tap = tap(
+            wire_listener,
+            address,
+            wire.clone(),
+            cut.clone(),
+            late.clone(),
+        );
+        tokio::task::spawn_local(tap);
         let opaque = inbound.worker.policy().opaque_ports.contains(app.port());
         let endpoint = EndpointInfo {
             identity: Some(CART.parse().unwrap()),
@@ -265,6 +276,7 @@ impl Pair {
             wire,
             address,
             cut,
+            late,
         }
     }
 
@@ -346,12 +358,18 @@ async fn tap(
     to: SocketAddr,
     record: Rc<RefCell<Vec<u8>>>,
     cut: CancellationToken,
+    late: Rc<Cell<usize>>,
 ) {
     loop {
         let (near, _) = listener.accept().await.unwrap();
         let (record, cut) = (record.clone(), cut.clone());
+        let is_late = late.get() > 0;
+        late.update(|late| late.saturating_sub(1));
         tokio::task::spawn_local(async move {
             let far = TcpStream::connect(to).await.unwrap();
+            if is_late {
+                far.readable().await.unwrap();
+            }
             let ((near_read, near_write), (far_read, far_write)) =
                 (near.into_split(), far.into_split());
             let one_way =

@@ -428,6 +428,9 @@ impl From<&EndpointInfo> for Remote {
     }
 }
 
+/// How often a handshake that was answered in plaintext is repeated on a new connection.
+const MAX_REPEATS: u32 = 2;
+
 /// Opens the new connections of one attempt.
 #[derive(Clone, Copy)]
 pub struct Dialer<'a> {
@@ -476,8 +479,17 @@ impl<'a> Dialer<'a> {
             }
             // A connection to the pod itself never leaves it, and does not pass its own proxy again.
             (None, Some(expected)) if !is_own(&io) => {
-                let secured = tls.connect(io, address, expected, alpn, memory());
-                timeout_at(deadline, secured).await
+                let (mut io, mut repeats) = (io, 0);
+                loop {
+                    let secured = tls.connect(io, address, expected, alpn, memory());
+                    match timeout_at(deadline, secured).await {
+                        Ok(Err(Failure::PlaintextAnswer(_))) if repeats < MAX_REPEATS => {
+                            repeats += 1;
+                            io = connect(address, tls.timeouts().tcp_user, deadline).await?;
+                        }
+                        ended => break ended,
+                    }
+                }
             }
             (None, _) => return Ok(io),
         };
