@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous release release-test tools
+.PHONY: help demo test test-slow check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous release release-test tools
 
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
@@ -44,6 +44,11 @@ test: MORE := curl:curl ip:iproute2 iptables-restore:iptables openssl:openssl nf
 test: tools ## run all tests that need no cluster; tests in namespaces need root (QUOTA=25: with this percentage of the CPU; TESTS='--test sandbox')
 	@cargo build --workspace --bins
 	@.ci/totals cargo test --config 'target."cfg(unix)".runner=[$(QUOTA:%="$(CURDIR)/.ci/quota","%",)"$(CURDIR)/.ci/test-program"]' $(or $(TESTS),--workspace) --no-fail-fast
+
+test-slow: ## run the tests of components, memory and sandboxes with a quarter of the CPU, as root
+	@$(MAKE) test QUOTA=25 TESTS='--workspace $(COMPONENT_TESTS:%=--test %) --test memory --test sandbox'
+
+COMPONENT_TESTS := $(basename $(notdir $(wildcard $(foreach component,proxy controller injector proxy-init sample-apps,$(component)/tests/*.rs))))
 
 check: MORE := c++:g++
 check: tools ## check format, lints, documentation, licences, manifests
