@@ -40,7 +40,7 @@ demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--fo
 	@cargo build --bins
 	@$(TARGET_DIR)/debug/mesh demo $(ARGS)
 
-test: MORE := curl:curl ip:iproute2 iptables-restore:iptables openssl:openssl nft:nftables c++:g++ promtool:prometheus chromium:chromium redis-server:redis-server memcached:memcached psql:postgresql
+test: MORE := curl:curl ip:iproute2 iptables-restore:iptables openssl:openssl nft:nftables c++:g++ promtool:prometheus chromium:chromium
 test: tools ## run all tests that need no cluster; tests in namespaces need root (QUOTA=25: with this percentage of the CPU; TESTS='--test sandbox')
 	@cargo build --workspace --bins
 	@.ci/totals cargo test --config 'target."cfg(unix)".runner=[$(QUOTA:%="$(CURDIR)/.ci/quota","%",)"$(CURDIR)/.ci/test-program"]' $(or $(TESTS),--workspace) --no-fail-fast

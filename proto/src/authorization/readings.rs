@@ -16,21 +16,33 @@ pub(super) const MAX_ELEMENTS: usize = 32;
 /// What a step makes of a path. None: no change.
 type Step = fn(&[u8]) -> Option<Vec<u8>>;
 
-/// The steps in their order. A server takes at most one of each row.
-const STEPS: [&[Step]; 12] = [
+/// The steps in their order. A server takes at most one of each row. Each step is that of a reader
+/// that `proto/tests/readers` runs, or of the rules that Tomcat, nginx and PHP document. A server may take
+/// the path of a URL before or after it normalises the path.
+const STEPS: [&[Step]; 15] = [
     &[replace_backslashes],
-    &[remove_authority],
-    &[remove_parameters, cut_parameters],
-    &[remove_dot_segments],
+    AUTHORITY,
+    PARAMETERS,
+    &[
+        remove_dot_segments,
+        remove_encoded_dot_segments,
+        remove_inner_dot_segments,
+        remove_dot_segments_before_parameters,
+    ],
     &[merge_slashes],
-    &[remove_dot_segments],
+    &[remove_dot_segments, remove_inner_dot_segments],
+    AUTHORITY,
     &[decode, decode_elements],
     &[replace_backslashes],
-    &[remove_parameters, cut_parameters],
+    AUTHORITY,
+    PARAMETERS,
     &[remove_dot_segments],
     &[merge_slashes],
     &[remove_dot_segments],
+    AUTHORITY,
 ];
+const AUTHORITY: &[Step] = &[remove_authority, remove_url_authority, merge_first_slashes];
+const PARAMETERS: &[Step] = &[remove_parameters, cut_parameters, remove_last_parameters];
 
 /// A set of elements that matches every other one.
 pub(super) const ANY_ELEMENT: u64 = u64::MAX;
@@ -186,6 +198,20 @@ fn remove_authority(path: &[u8]) -> Option<Vec<u8>> {
     Some(slash.map_or(b"/".to_vec(), |slash| rest[slash..].to_vec()))
 }
 
+/// The path as the URL Standard reads it (Node.js, Deno, Bun, Rust's `url`): any number of slashes
+/// precedes the host.
+fn remove_url_authority(path: &[u8]) -> Option<Vec<u8>> {
+    let host = path.iter().position(|byte| *byte != b'/')?;
+    remove_authority(&path[host.checked_sub(2)?..])
+}
+
+/// The path as Python's `http.server` reads it.
+fn merge_first_slashes(path: &[u8]) -> Option<Vec<u8>> {
+    let first = path.iter().position(|byte| *byte != b'/');
+    let start = first.unwrap_or(path.len()).checked_sub(1)?;
+    (start > 0).then(|| path[start..].to_vec())
+}
+
 /// Without ";..." in each element.
 fn remove_parameters(path: &[u8]) -> Option<Vec<u8>> {
     let mut is_parameter = false;
@@ -203,6 +229,18 @@ fn cut_parameters(path: &[u8]) -> Option<Vec<u8>> {
     Some(path[..semicolon].to_vec())
 }
 
+/// Without ";..." in the last element, as Python's `urlparse` has it.
+fn remove_last_parameters(path: &[u8]) -> Option<Vec<u8>> {
+    Some(path[..last_parameters(path)?].to_vec())
+}
+
+/// The start of the parameters of the last element.
+fn last_parameters(path: &[u8]) -> Option<usize> {
+    let last = path.iter().rposition(|byte| *byte == b'/')?;
+    let semicolon = path[last..].iter().position(|byte| *byte == b';')?;
+    Some(last + semicolon)
+}
+
 fn merge_slashes(path: &[u8]) -> Option<Vec<u8>> {
     let mut merged = path.to_vec();
     merged.dedup_by(|byte, previous| *byte == b'/' && *previous == b'/');
@@ -211,19 +249,66 @@ fn merge_slashes(path: &[u8]) -> Option<Vec<u8>> {
 
 /// RFC 3986, section 5.2.4.
 fn remove_dot_segments(path: &[u8]) -> Option<Vec<u8>> {
+    remove_dots(path, dots, false)
+}
+
+/// As `normalize` of Java's `URI` has it: ".." stays where nothing precedes it.
+fn remove_inner_dot_segments(path: &[u8]) -> Option<Vec<u8>> {
+    remove_dots(path, dots, true)
+}
+
+/// As Python's `urljoin` has it: the parameters of the last element stay.
+fn remove_dot_segments_before_parameters(path: &[u8]) -> Option<Vec<u8>> {
+    let (path, parameters) = path.split_at(last_parameters(path)?);
+    Some([&remove_dot_segments(path)?, parameters].concat())
+}
+
+/// The number of dots of a segment without other characters: 1, 2, or 0 if it is another one.
+fn dots(segment: &[u8]) -> usize {
+    match segment {
+        b"." => 1,
+        b".." => 2,
+        _ => 0,
+    }
+}
+
+/// As the URL Standard has it: encoded dots are dots.
+fn remove_encoded_dot_segments(path: &[u8]) -> Option<Vec<u8>> {
+    let is_encoded = |dot: &&[u8]| dot.eq_ignore_ascii_case(b"%2e");
+    let dots = |segment: &[u8]| {
+        let (mut dots, mut rest) = (0, segment);
+        while let Some(length) = rest.first().map(|byte| if *byte == b'.' { 1 } else { 3 }) {
+            let dot = rest
+                .get(..length)
+                .filter(|dot| length == 1 || is_encoded(dot));
+            if dot.is_none() || dots == 2 {
+                return 0;
+            }
+            dots += 1;
+            rest = &rest[length..];
+        }
+        dots
+    };
+    remove_dots(path, dots, false)
+}
+
+/// Without the segments that have one dot or two, by their number of dots. With `keeps_first`, two
+/// stay where nothing precedes them.
+fn remove_dots(path: &[u8], dots: impl Fn(&[u8]) -> usize, keeps_first: bool) -> Option<Vec<u8>> {
     let mut output = Vec::with_capacity(path.len());
-    let mut is_dots = false;
+    let mut last = 0;
     for segment in path[1..].split(|byte| *byte == b'/') {
-        is_dots = matches!(segment, b"." | b"..");
-        if segment == b".." {
+        last = dots(segment);
+        let is_first = output.is_empty() || output.ends_with(b"/..");
+        if last == 2 && !(keeps_first && is_first) {
             let slash = output.iter().rposition(|byte| *byte == b'/');
             output.truncate(slash.unwrap_or(0));
-        } else if segment != b"." {
+        } else if last != 1 {
             output.push(b'/');
             output.extend_from_slice(segment);
         }
     }
-    if is_dots {
+    if last > 0 {
         output.push(b'/');
     }
     (output != path).then_some(output)

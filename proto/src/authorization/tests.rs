@@ -19,6 +19,7 @@ mod egress;
 mod naive;
 mod policies;
 mod random;
+mod readers;
 mod spellings;
 
 /// A request.

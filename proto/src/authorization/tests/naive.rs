@@ -318,19 +318,25 @@ fn readings(path: &[u8]) -> Option<BTreeSet<Vec<u8>>> {
             .collect();
         all.extend(next);
     };
-    apply(&[&slashes]);
-    apply(&[&after_host]);
+    let hosts: &[Step<'_>] = &[&after_host, &after_url_host, &one_first_slash];
+    let decode_both: &[Step<'_>] = &[&|path| decode(path, ""), &|path| decode(path, "/")];
+    let parameters: &[Step<'_>] = &[
+        &|path| parameters(path, b'/'),
+        &|path| parameters(path, b'\0'),
+        &last_parameters,
+    ];
     for round in 0..2 {
         if round == 1 {
-            apply(&[&|path| decode(path, ""), &|path| decode(path, "/")]);
-            apply(&[&slashes]);
+            apply(decode_both);
         }
-        apply(&[&|path| parameters(path, b'/'), &|path| {
-            parameters(path, b'\0')
-        }]);
-        apply(&[&dots]);
+        apply(&[&slashes]);
+        apply(hosts);
+        apply(parameters);
+        let all_dots: [Step<'_>; 4] = [&dots, &java_dots, &url_dots, &dots_before_parameters];
+        apply(&all_dots[..if round == 0 { 4 } else { 1 }]);
         apply(&[&merge]);
-        apply(&[&dots]);
+        apply(&all_dots[..2 - round]);
+        apply(hosts);
     }
     (all.len() <= 64).then_some(all)
 }
@@ -347,6 +353,61 @@ fn after_host(path: &[u8]) -> Vec<u8> {
         [b"", b"", _host, rest @ ..] => [b"/", &rest.join(&b'/')[..]].concat(),
         _ => path.to_vec(),
     }
+}
+
+fn after_url_host(path: &[u8]) -> Vec<u8> {
+    let text = one_first_slash(path);
+    if path.starts_with(b"//") && text.len() > 1 {
+        after_host(&[b"/", &text[..]].concat())
+    } else {
+        path.to_vec()
+    }
+}
+
+fn one_first_slash(path: &[u8]) -> Vec<u8> {
+    let rest = path.iter().skip_while(|byte| **byte == b'/').copied();
+    std::iter::once(b'/').chain(rest).collect()
+}
+
+fn last_parameters(path: &[u8]) -> Vec<u8> {
+    let mut parts: Vec<_> = path.split(|byte| *byte == b'/').collect();
+    let last = parts.pop().unwrap();
+    parts.push(last.split(|byte| *byte == b';').next().unwrap());
+    parts.join(&b'/')
+}
+
+fn dots_before_parameters(path: &[u8]) -> Vec<u8> {
+    let before = last_parameters(path);
+    [&dots(&before), &path[before.len()..]].concat()
+}
+
+/// ".." stays where nothing precedes it.
+fn java_dots(path: &[u8]) -> Vec<u8> {
+    let mut parts: Vec<_> = path.split(|byte| *byte == b'/').skip(1).collect();
+    let is_dots = matches!(parts.last(), Some(&b"." | &b".."));
+    parts.retain(|part| *part != b".");
+    let is_pair = |pair: &[&[u8]]| pair[0] != b".." && pair[1] == b"..";
+    while let Some(at) = parts.windows(2).position(is_pair) {
+        parts.drain(at..at + 2);
+    }
+    if is_dots {
+        parts.push(b"");
+    }
+    [b"/", &parts.join(&b'/')[..]].concat()
+}
+
+/// Encoded dots count as dots in elements of dots only.
+fn url_dots(path: &[u8]) -> Vec<u8> {
+    let parts = path.split(|byte| *byte == b'/').map(|part| {
+        let text = String::from_utf8_lossy(part).to_lowercase();
+        let plain = text.replace("%2e", ".");
+        if [".", ".."].contains(&&*plain) {
+            plain.into_bytes()
+        } else {
+            part.to_vec()
+        }
+    });
+    dots(&parts.collect::<Vec<_>>().join(&b'/'))
 }
 
 /// Removes all from a semicolon to an end.

@@ -2,6 +2,7 @@
 
 mod changes;
 mod external;
+mod paths;
 mod tokens;
 
 use std::cell::Cell;
