@@ -2,8 +2,10 @@
 
 use bytes::{BufMut, Bytes, BytesMut};
 use http::header::{CONTENT_TYPE, TE};
-use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Version};
+use http::{HeaderMap, HeaderValue, Request, StatusCode, Version};
 use prost::Message;
+
+use crate::http::answer::Answer;
 
 /// The flag and the length before a message.
 pub const PREFIX_BYTES: usize = 5;
@@ -38,17 +40,17 @@ pub fn framed(message: &impl Message) -> Bytes {
 }
 
 /// The encoded message of a call that has succeeded.
-pub fn message(answer: &Response<Bytes>) -> Result<&[u8], String> {
-    if answer.status() != StatusCode::OK {
-        return Err(format!("it responded with {}", answer.status()));
+pub fn message(answer: &Answer) -> Result<&[u8], String> {
+    if answer.status != StatusCode::OK {
+        return Err(format!("it responded with {}", answer.status));
     }
-    match status(answer.headers()) {
+    match status(answer.whole()?) {
         Some("0") => {}
         Some(status) => return Err(format!("its call failed with the gRPC status {status}")),
         None => return Err("its call has no gRPC status".to_owned()),
     }
     let invalid = || "its answer is not one message".to_owned();
-    let split = answer.body().split_at_checked(PREFIX_BYTES);
+    let split = answer.body.split_at_checked(PREFIX_BYTES);
     let (prefix, message) = split.ok_or_else(invalid)?;
     let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
     // Not compressed, and one message.

@@ -2,6 +2,7 @@
 //! is kept for another attempt, what a response says about its endpoint, the status of a gRPC call, the rest of a response that
 //! nobody gets, and the replies that the proxy makes itself.
 
+pub mod answer;
 pub mod authority;
 pub mod credentials;
 pub mod discard;

@@ -13,10 +13,11 @@ use bytes::Bytes;
 use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::field::{CALLER, PARTIAL_BODY, QUESTIONS, is_reserved, is_same_name};
 use diy_mesh_proto::mesh::v1 as proto;
-use http::{HeaderName, HeaderValue, Response, StatusCode};
+use http::{HeaderName, HeaderValue, StatusCode};
 use proto::authorizer::Protocol;
 
 use crate::error::{ExternalReply, RequestPart};
+use crate::http::answer::Answer;
 use crate::http::edits::Edits;
 use crate::http::view::RequestView;
 pub use routes::{RouteAuthorizers, folded_match};
@@ -160,8 +161,9 @@ impl Authorizer {
         }
     }
 
-    /// What an answer says. Fails if it says nothing. The trailers of an answer are among its fields.
-    pub fn decision(&self, answer: &Response<Bytes>) -> Result<Decision, String> {
+    /// What an answer says. Fails if it says nothing. One of which a part is missing denies by its
+    /// status, without a body.
+    pub fn decision(&self, answer: &Answer) -> Result<Decision, String> {
         if self.is_grpc {
             grpc::decision(self, answer)
         } else {

@@ -5,11 +5,11 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::Response;
 use http::request::Parts;
 
 use crate::context::flow::Flow;
 use crate::error::Failure;
+use crate::http::answer::Answer;
 use crate::limits::deadline::Deadline;
 use crate::route::AttemptSettings;
 use crate::serve::attempts::{Attempt, AttemptError, Attempts, Replayable, Step};
@@ -39,7 +39,7 @@ pub struct Call {
     pub body: Bytes,
     /// Sending it twice has the effect of sending it once.
     pub is_repeatable: bool,
-    /// The length of the response's body, which fails if it is longer. None: it is dropped.
+    /// The most bytes of the response's body that are read. None: it is dropped.
     pub max_answer: Option<usize>,
 }
 
@@ -54,14 +54,14 @@ impl CallHead {
 }
 
 impl Call {
-    /// Sends it for the pod to the backend with this name, and reads the response, whose fields
-    /// include the trailers.
+    /// Sends it for the pod to the backend with this name, and reads the response. Fails without a
+    /// status: a response that ends early, or that is too long, is an answer.
     pub async fn send(
         &self,
         flow: &Flow,
         backend: &Arc<str>,
         deadline: Deadline,
-    ) -> Result<Response<Bytes>, Failure> {
+    ) -> Result<Answer, Failure> {
         let backend = flow.worker.destinations.backend(backend).await;
         let settings = AttemptSettings {
             deadline,
@@ -89,7 +89,7 @@ impl Call {
         &self,
         attempt: &mut Attempt<'_>,
         flow: &Flow,
-    ) -> Result<Response<Bytes>, AttemptError> {
+    ) -> Result<Answer, AttemptError> {
         match &self.head {
             CallHead::Http1 {
                 head,

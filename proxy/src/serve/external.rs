@@ -7,14 +7,13 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::SystemTime;
 
-use bytes::Bytes;
 use diy_mesh_model::exchange::Direction;
-use http::Response;
 use tokio::time::timeout;
 
 use crate::context::flow::Flow;
 use crate::context::record::ExchangeRecord;
 use crate::error::{Failure, Limit};
+use crate::http::answer::Answer;
 use crate::http::view::RequestView;
 use crate::inbound::external::{Authorizer, Body, Decision, Question, Subject};
 use crate::inbound::policy::Caller;
@@ -26,7 +25,7 @@ use crate::secure::io::MAX_FILL;
 use crate::serve::call::{Call, CallHead};
 use crate::serve::filters::Client;
 
-/// The length of the body of an answer.
+/// The most bytes that are read of the body of an answer.
 const MAX_ANSWER: usize = 16 * 1024;
 
 /// Asks about a request, and adds the fields that the application gets to its plan. None if the client
@@ -111,7 +110,7 @@ async fn send(
     authorizer: &Authorizer,
     deadline: Deadline,
     flow: &Flow,
-) -> Result<Response<Bytes>, Failure> {
+) -> Result<Answer, Failure> {
     if authorizer.backend.is_empty() {
         let reason = "its backendRef, or its rule, is not valid";
         return Err(failed(authorizer, reason.to_owned()));

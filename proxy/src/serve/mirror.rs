@@ -100,7 +100,8 @@ impl Mirror {
 async fn send(flow: &Flow, name: &Arc<str>, call: &Call) -> MirrorResult {
     let deadline = Deadline::after(Some(MIRROR_TIMEOUT), Limit::Exchange);
     match call.send(flow, name, deadline).await {
-        Ok(_) => MirrorResult::Answered,
+        Ok(answer) if answer.whole().is_ok() => MirrorResult::Answered,
+        Ok(_) => MirrorResult::Failed,
         Err(failure) => {
             tracing::debug!(backend = %name, "mirrored request failed: {failure}");
             MirrorResult::Failed

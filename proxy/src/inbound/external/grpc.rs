@@ -6,20 +6,21 @@ use std::collections::hash_map::Entry;
 use std::net::SocketAddr;
 use std::time::SystemTime;
 
-use bytes::Bytes;
 use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::envoy::auth::attribute_context::{HttpRequest, Peer, Request};
 use diy_mesh_proto::envoy::auth::check_response::HttpResponse;
 use diy_mesh_proto::envoy::auth::{
     Address, AttributeContext, CheckRequest, CheckResponse, DeniedHttpResponse, HeaderValueOption,
-    OkHttpResponse, SocketAddress, Timestamp,
+    OkHttpResponse, SocketAddress, Status, Timestamp,
 };
 use diy_mesh_proto::field::{PARTIAL_BODY, QUESTIONS};
-use http::{HeaderValue, Response, StatusCode, Version};
+use http::{HeaderValue, StatusCode, Version};
 use prost::Message;
+use prost::encoding::{WireType, decode_key, decode_varint};
 
 use super::{Authorizer, Decision, Question, Subject, denies, reply_fields};
 use crate::error::ExternalReply;
+use crate::http::answer::Answer;
 use crate::http::grpc;
 
 const PATH: &str = "/envoy.service.auth.v3.Authorization/Check";
@@ -137,11 +138,8 @@ fn timestamp(time: SystemTime) -> Timestamp {
     }
 }
 
-pub(super) fn decision(
-    authorizer: &Authorizer,
-    answer: &Response<Bytes>,
-) -> Result<Decision, String> {
-    let response = message(answer)?;
+pub(super) fn decision(authorizer: &Authorizer, answer: &Answer) -> Result<Decision, String> {
+    let response = message(answer).or_else(|reason| denial_of_start(answer).ok_or(reason))?;
     let status = response.status.ok_or("its answer has no status")?;
     match (status.code, response.http_response) {
         (0, Some(HttpResponse::OkResponse(changes))) => allowed(authorizer, changes),
@@ -155,9 +153,40 @@ pub(super) fn decision(
 }
 
 /// The message of a call that has succeeded.
-fn message(answer: &Response<Bytes>) -> Result<CheckResponse, String> {
+fn message(answer: &Answer) -> Result<CheckResponse, String> {
     CheckResponse::decode(grpc::message(answer)?)
         .map_err(|_| "its answer is no CheckResponse".to_owned())
+}
+
+/// The denial in a message of which a part is missing. None: it may allow the request.
+fn denial_of_start(answer: &Answer) -> Option<CheckResponse> {
+    let is_grpc = answer.status == StatusCode::OK && answer.missing.is_some();
+    let message = answer.body.get(grpc::PREFIX_BYTES..);
+    let is_plain = answer.body.first() == Some(&0);
+    let status = status_of(message.filter(|_| is_grpc && is_plain)?)?;
+    (status.code != 0).then_some(CheckResponse {
+        status: Some(Status {
+            message: String::new(),
+            ..status
+        }),
+        http_response: None,
+    })
+}
+
+/// The status of a CheckResponse, which is field 1, from the start of the message.
+fn status_of(mut message: &[u8]) -> Option<Status> {
+    loop {
+        let (number, wire) = decode_key(&mut message).ok()?;
+        if wire != WireType::LengthDelimited {
+            return None;
+        }
+        let length = usize::try_from(decode_varint(&mut message).ok()?).ok()?;
+        let (field, rest) = message.split_at_checked(length)?;
+        if number == 1 {
+            return Status::decode(field).ok();
+        }
+        message = rest;
+    }
 }
 
 fn allowed(authorizer: &Authorizer, changes: OkHttpResponse) -> Result<Decision, String> {

@@ -3,10 +3,10 @@
 
 use bytes::{Bytes, BytesMut};
 use diy_mesh_proto::field::{CALLER, PARTIAL_BODY, QUESTIONS, is_reserved};
-use http::Response;
 
 use super::{Authorizer, Decision, Question, Subject, denies, reply_fields};
 use crate::error::ExternalReply;
+use crate::http::answer::Answer;
 
 pub(super) fn question(
     authorizer: &Authorizer,
@@ -68,26 +68,24 @@ fn put(head: &mut BytesMut, name: &[u8], value: &[u8]) {
     }
 }
 
-pub(super) fn decision(
-    authorizer: &Authorizer,
-    answer: &Response<Bytes>,
-) -> Result<Decision, String> {
-    let status = answer.status();
+pub(super) fn decision(authorizer: &Authorizer, answer: &Answer) -> Result<Decision, String> {
+    let status = answer.status;
     match status.as_u16() {
         200..=299 => {
+            let read = answer.fields.as_ref().map_err(Clone::clone)?;
             let fields = authorizer.response_fields.iter().map(|name| {
-                let values = answer.headers().get_all(&**name).iter();
+                let values = read.get_all(&**name).iter();
                 (name.clone(), values.cloned().collect())
             });
             Ok(Decision::Allowed(fields.collect()))
         }
         ..=499 if denies(status) => {
-            let fields = answer.headers().iter();
+            let fields = answer.fields.iter().flatten();
             let fields = fields.map(|(name, value)| (name.as_str(), value.as_bytes()));
             Ok(Decision::Denied(ExternalReply {
                 status,
                 headers: reply_fields(fields),
-                body: answer.body().clone(),
+                body: answer.whole_body(),
             }))
         }
         _ => Err(format!("it responded with {status}")),

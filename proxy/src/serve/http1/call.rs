@@ -1,14 +1,16 @@
 //! A request of the proxy's own in HTTP/1: sent whole; its response is read whole, or dropped.
 
+use std::pin::pin;
 use std::time::SystemTime;
 
 use bytes::{Bytes, BytesMut};
-use http::{Response, StatusCode};
+use http::{HeaderMap, StatusCode};
 use tokio::io::AsyncWriteExt;
 
 use super::discard::{Body, fill};
-use super::head::{Framing, HeadSearch, ResponseHead};
+use super::head::{Framing, HeadSearch, Refused, ResponseHead};
 use crate::context::flow::Flow;
+use crate::http::answer::{Answer, Incomplete};
 use crate::http::verdict::Verdict;
 use crate::http::view::Fields;
 use crate::secure::io::Io;
@@ -37,7 +39,7 @@ pub async fn attempt(
     method: &[u8],
     attempt: &mut Attempt<'_>,
     flow: &Flow,
-) -> Result<Response<Bytes>, AttemptError> {
+) -> Result<Answer, AttemptError> {
     let endpoint = attempt.endpoint.clone();
     let (dialer, began_at) = (attempt.dialer(flow), attempt.in_flight.started_at());
     let pool = endpoint.pool();
@@ -54,61 +56,121 @@ pub async fn attempt(
     };
     let written: std::io::Result<()> = written.await;
     written.map_err(|error| closed(error.to_string()))?;
-    let (head, body) = read(io, method, call.max_answer).await.map_err(closed)?;
+    let head = read_head(io, method).await;
     let is_peer = io.is_peer();
+    let head = match head {
+        Ok(head) => head,
+        Err(InvalidHead { status, reason }) => {
+            let Some(status) = status else {
+                return Err(closed(reason));
+            };
+            let verdict = Verdict::of(status, &HeaderMap::new(), is_peer, SystemTime::now);
+            attempt.answered(status, verdict, call.replayable(), flow)?;
+            return Ok(answer(status, Err(reason), Bytes::new(), None));
+        }
+    };
     let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
     let answered_at = attempt.answered(head.status, verdict, call.replayable(), flow)?;
+    let mut kept = BytesMut::new();
+    let read = {
+        let reading = pin!(read_body(io, &head, call.max_answer, &mut kept));
+        attempt.deadline().limit(reading).await
+    };
     let reusable = head.connection.persists(head.version)
         && head.status != 101
         && head.framing != Framing::UntilClose
+        && read.is_ok()
         && io.unread().is_empty();
     if reusable {
         endpoint.pool().checkin_http1(upstream.io, answered_at);
     }
-    Ok(response(&head, body))
+    let missing = read.err().map(|incomplete| incomplete.0);
+    Ok(answer(
+        head.status,
+        Ok(fields(&head)),
+        kept.freeze(),
+        missing,
+    ))
 }
 
-fn response(head: &ResponseHead, body: Bytes) -> Response<Bytes> {
-    let mut response = Response::new(body);
-    *response.status_mut() = StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY);
+fn answer(
+    status: u16,
+    fields: Result<HeaderMap, String>,
+    body: Bytes,
+    missing: Option<String>,
+) -> Answer {
+    Answer {
+        status: StatusCode::from_u16(status).unwrap_or(StatusCode::BAD_GATEWAY),
+        fields,
+        body,
+        missing,
+    }
+}
+
+fn fields(head: &ResponseHead) -> HeaderMap {
+    let mut fields = HeaderMap::new();
     head.visit(&mut |name, value| {
         if let (Ok(name), Ok(value)) = (name.try_into(), value.try_into()) {
-            response
-                .headers_mut()
-                .append::<http::HeaderName>(name, value);
+            fields.append::<http::HeaderName>(name, value);
         }
     });
-    response
+    fields
 }
 
-/// Reads the response to its end. Returns its head, and its body if it is not dropped.
-async fn read(
-    io: &mut Io,
-    method: &[u8],
-    max_body: Option<usize>,
-) -> Result<(ResponseHead, Bytes), String> {
+/// A head that ends early, is too large or is not valid.
+struct InvalidHead {
+    /// The status, if it has arrived.
+    status: Option<u16>,
+    reason: String,
+}
+
+impl InvalidHead {
+    fn new(raw: &[u8], reason: String) -> Self {
+        let status = ResponseHead::status_of(raw).filter(|status| *status >= 200);
+        Self { status, reason }
+    }
+
+    fn refused(raw: &[u8], refused: Refused) -> Self {
+        let reason = match refused {
+            Refused::TooLarge => "its head is too large",
+            Refused::Malformed(_) => "its head is malformed",
+        };
+        Self::new(raw, reason.to_owned())
+    }
+}
+
+/// Reads the head of the final response.
+async fn read_head(io: &mut Io, method: &[u8]) -> Result<ResponseHead, InvalidHead> {
     let mut search = HeadSearch::default();
-    let head = loop {
-        let end = search.find_end(io.unread()).map_err(|_| "malformed head")?;
+    loop {
+        let end = search.find_end(io.unread());
+        let end = end.map_err(|refused| InvalidHead::refused(io.unread(), refused))?;
         if let Some(end) = end {
             let raw = io.unread().split_to(end).freeze();
             search = HeadSearch::default();
-            match ResponseHead::parse(raw, method) {
-                Ok(head) if head.is_interim() => continue,
-                Ok(head) => break head,
-                Err(_) => return Err("malformed head".to_owned()),
+            let head = ResponseHead::parse(raw.clone(), method);
+            let head = head.map_err(|refused| InvalidHead::refused(&raw, refused))?;
+            if !head.is_interim() {
+                return Ok(head);
             }
+        } else if let Err(reason) = fill(io).await {
+            return Err(InvalidHead::new(io.unread(), reason));
         }
-        fill(io).await?;
-    };
+    }
+}
+
+/// Reads a body to its end. Keeps at most `max` bytes, if it is not dropped.
+async fn read_body(
+    io: &mut Io,
+    head: &ResponseHead,
+    max: Option<usize>,
+    kept: &mut BytesMut,
+) -> Result<(), Incomplete> {
     let mut body = Body::new(head.framing);
-    let kept = match max_body {
-        Some(max) if head.status != 101 => body.read(io, max).await?,
-        None if head.status != 101 && head.framing != Framing::UntilClose => {
-            body.drop_rest(io, usize::MAX).await?;
-            Bytes::new()
-        }
-        _ => Bytes::new(),
-    };
-    Ok((head, kept))
+    match max {
+        _ if head.status == 101 => Ok(()),
+        Some(max) => body.read(io, max, kept).await,
+        None if head.framing == Framing::UntilClose => Ok(()),
+        None => body.drop_rest(io, usize::MAX).await.map_err(Incomplete),
+    }
 }

@@ -4,10 +4,11 @@
 use std::future::poll_fn;
 use std::time::Instant;
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 
 use super::body::Relay;
 use super::head::{Framing, ResponseHead, Version};
+use crate::http::answer::Incomplete;
 use crate::http::discard::{MAX_DISCARD, in_background};
 use crate::limits::memory::Charge;
 use crate::secure::io::Io;
@@ -72,24 +73,30 @@ impl Body {
         Ok(())
     }
 
-    /// Reads it to its end, if it has at most `max` bytes.
-    pub async fn read(mut self, io: &mut Io, max: usize) -> Result<Bytes, String> {
+    /// Reads it to its end, and keeps its first `max` bytes. Fails if it has more.
+    pub async fn read(
+        mut self,
+        io: &mut Io,
+        max: usize,
+        kept: &mut BytesMut,
+    ) -> Result<(), Incomplete> {
         loop {
-            let decoded = self.0.decode_buffered(io.unread(), &mut |_| {});
-            decoded.map_err(|error| error.to_string())?;
+            let decoded = self.0.decode_buffered(io.unread(), &mut |data| {
+                let left = max - kept.len();
+                kept.extend_from_slice(&data[..data.len().min(left)]);
+            });
+            decoded.map_err(|error| Incomplete(error.to_string()))?;
             if self.0.pending().len() > max {
-                return Err("it is too long".to_owned());
+                return Err(Incomplete("it is too long".to_owned()));
             }
             if self.0.is_read() {
-                return Ok(Bytes::copy_from_slice(self.0.pending()));
+                return Ok(());
             }
             io.acknowledge();
-            if poll_fn(|cx| io.poll_fill(cx))
-                .await
-                .map_err(|error| error.to_string())?
-                == 0
-            {
-                self.0.end_of_stream().map_err(|error| error.to_string())?;
+            let read = poll_fn(|cx| io.poll_fill(cx)).await;
+            if read.map_err(|error| Incomplete(error.to_string()))? == 0 {
+                let ended = self.0.end_of_stream();
+                ended.map_err(|error| Incomplete(error.to_string()))?;
             }
         }
     }

@@ -344,6 +344,20 @@ impl ResponseHead {
         })
     }
 
+    /// The status of a head that may be incomplete or not valid.
+    pub fn status_of(raw: &[u8]) -> Option<u16> {
+        let blank = raw.iter().take_while(|byte| b"\r\n".contains(byte));
+        let line = raw.get(blank.count()..)?.strip_prefix(b"HTTP/1.")?;
+        let status = match line {
+            [b'0' | b'1', b' ', status @ .., _] => status.get(..3)?,
+            _ => return None,
+        };
+        let is_number = status.iter().all(u8::is_ascii_digit);
+        let is_end = line.get(5).is_some_and(|byte| b" \r".contains(byte));
+        let status: u16 = str::from_utf8(status).ok()?.parse().ok()?;
+        (is_number && is_end && status >= 100).then_some(status)
+    }
+
     /// Whether the connection may carry another exchange. An upstream also closes it after a request of
     /// HTTP/1.0, which goes on without `Connection: keep-alive`, unless the response has this field.
     pub fn persists_after(&self, request: Version) -> bool {

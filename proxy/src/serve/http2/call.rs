@@ -1,13 +1,15 @@
 //! A request of the proxy's own in HTTP/2: sent whole; its response is read whole, or dropped.
 
+use std::pin::pin;
 use std::time::SystemTime;
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 use h2::RecvStream;
 use http::request::Parts;
-use http::{HeaderMap, Request, Response};
+use http::{HeaderMap, Request};
 
 use crate::context::flow::Flow;
+use crate::http::answer::{Answer, Incomplete};
 use crate::http::verdict::Verdict;
 use crate::secure::io::Io;
 use crate::serve::attempts::{Attempt, AttemptError};
@@ -20,7 +22,7 @@ pub async fn attempt(
     parts: &Parts,
     attempt: &mut Attempt<'_>,
     flow: &Flow,
-) -> Result<Response<Bytes>, AttemptError> {
+) -> Result<Answer, AttemptError> {
     let worker = &flow.worker;
     let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
     let dialer = attempt.dialer(flow);
@@ -39,35 +41,44 @@ pub async fn attempt(
             .send_data(lease.io().queue(body.clone()), true)
             .map_err(failed)?;
     }
-    let (mut head, body) = response.await.map_err(failed)?.into_parts();
+    let (head, mut body) = response.await.map_err(failed)?.into_parts();
     let (status, is_peer) = (head.status.as_u16(), lease.is_peer());
     let verdict = Verdict::of(status, &head.headers, is_peer, SystemTime::now);
     let answered = attempt.answered(status, verdict, call.replayable(), flow);
-    let read = read(body, &mut head.headers, call.max_answer).await;
+    let (mut fields, mut kept) = (head.headers, BytesMut::new());
+    let read = {
+        let reading = pin!(read(&mut body, &mut fields, &mut kept, call.max_answer));
+        attempt.deadline().limit(reading).await
+    };
     lease.record_end();
     answered?;
-    Ok(Response::from_parts(head, read.map_err(closed)?))
+    Ok(Answer {
+        status: head.status,
+        fields: Ok(fields),
+        body: kept.freeze(),
+        missing: read.err().map(|incomplete| incomplete.0),
+    })
 }
 
-/// Reads a body to its end, with its trailers. Returns it if it is not dropped.
+/// Reads a body to its end, with its trailers. Keeps at most `max` bytes, if it is not dropped.
 async fn read(
-    mut body: RecvStream,
+    body: &mut RecvStream,
     fields: &mut HeaderMap,
+    kept: &mut BytesMut,
     max: Option<usize>,
-) -> Result<Bytes, String> {
-    let mut kept = BytesMut::new();
+) -> Result<(), Incomplete> {
     while let Some(data) = body.data().await {
-        let data = data.map_err(|error| error.to_string())?;
-        let released = body.flow_control().release_capacity(data.len());
-        released.map_err(|error| error.to_string())?;
+        let mut data = data?;
+        body.flow_control().release_capacity(data.len())?;
         if let Some(max) = max {
-            if kept.len() + data.len() > max {
-                return Err("it is too long".to_owned());
-            }
+            let is_longer = kept.len() + data.len() > max;
+            data.truncate(max - kept.len());
             kept.extend_from_slice(&data);
+            if is_longer {
+                return Err(Incomplete("it is too long".to_owned()));
+            }
         }
     }
-    let trailers = body.trailers().await.map_err(|error| error.to_string())?;
-    fields.extend(trailers.unwrap_or_default());
-    Ok(kept.freeze())
+    fields.extend(body.trailers().await?.unwrap_or_default());
+    Ok(())
 }
