@@ -28,7 +28,7 @@ use edge::Patterns;
 pub use fields::{host_name, may_be_get};
 use index::Rules;
 pub use index::{asking_action, authorizers, fields, issuer_ports};
-pub use readings::{decoded_pattern, other_readings};
+pub use readings::{decoded_pattern, has_certain_elements, other_readings};
 pub use rule::{Condition, ISSUERS_REVISION, REVISION};
 
 /// What a verdict is about: a request, or a connection that carries no HTTP. Of egress, the other end

@@ -156,6 +156,23 @@ pub fn decoded_pattern(path: &[u8]) -> Option<Vec<u8>> {
     (decoded != path).then_some(decoded)
 }
 
+/// Whether all servers divide the path into the same elements. They may decode the elements, and cut
+/// parameters.
+pub fn has_certain_elements(path: &[u8]) -> bool {
+    let decoded = decoded(path, false);
+    let slashes = |path: &[u8]| path.iter().filter(|byte| **byte == b'/').count();
+    if !is_readable(path) || decoded.contains(&b'\\') || slashes(&decoded) > slashes(path) {
+        return false;
+    }
+    // A slash at the end makes no further element.
+    let elements = decoded.strip_suffix(b"/").unwrap_or(&decoded);
+    let mut elements = elements.split(|byte| *byte == b'/').skip(1);
+    elements.all(|element| {
+        let name = element.split(|byte| *byte == b';').next();
+        !matches!(name, None | Some(b"" | b"." | b".."))
+    })
+}
+
 /// Whether each percent sign begins an encoded byte.
 pub(super) fn is_encoded(path: &[u8]) -> bool {
     let mut parts = path.split(|byte| *byte == b'%').skip(1);

@@ -177,9 +177,44 @@ impl Authorizer {
         fields.find(|field| field.eq_ignore_ascii_case(name))
     }
 
-    fn sends(&self, name: &[u8]) -> bool {
-        let mut fields = self.request_fields.iter();
-        fields.any(|field| name.eq_ignore_ascii_case(field.as_bytes()))
+    /// Calls `each` with the fields that the application gets and that are listed, by their listed
+    /// names in other spellings. Fails if one has several: applications could read another one than
+    /// the server.
+    fn visit_listed(
+        &self,
+        subject: &Subject<'_>,
+        always: &[&str],
+        mut each: impl FnMut(&[u8], &[u8]),
+    ) -> Result<(), &'static str> {
+        let listed = self.request_fields.iter().map(String::as_str);
+        let listed: Vec<&str> = listed.chain(always.iter().copied()).collect();
+        let mut spellings = vec![None; listed.len()];
+        let mut has_several = false;
+        subject.visit(|name, value| {
+            let at = listed
+                .iter()
+                .position(|one| is_same_name(name, one.as_bytes()));
+            let Some(at) = at else {
+                return;
+            };
+            let spelling = name.to_ascii_lowercase();
+            let is_listed = spelling == listed[at].as_bytes();
+            let before: &mut Option<Vec<u8>> = &mut spellings[at];
+            has_several |= before.as_ref().is_some_and(|before| *before != spelling);
+            *before = Some(spelling);
+            each(
+                if is_listed {
+                    name
+                } else {
+                    listed[at].as_bytes()
+                },
+                value,
+            );
+        });
+        if has_several {
+            return Err("a field for an authorization server has several spellings");
+        }
+        Ok(())
     }
 }
 

@@ -77,6 +77,41 @@ fn legitimate_paths_have_few_readings_and_pass() {
     }
 }
 
+#[test]
+fn certain_elements_are_those_of_all_readings() {
+    for (path, is_certain) in [
+        ("/", true),
+        ("/a/b/", true),
+        ("/a.b/%61/%C3%A9/c;d=e/f%3Bg", true),
+        ("/projects/a%2Fb", false),
+        ("/a//b", false),
+        ("//a", false),
+        ("/a//", false),
+        ("/a/./b", false),
+        ("/a/../b", false),
+        ("/a/%2e%2E/b", false),
+        ("/a/..;x/b", false),
+        ("/a/.%3Bx", false),
+        ("/a/;x/b", false),
+        ("/a\\b", false),
+        ("/a%5cb", false),
+        ("/a%zz", false),
+        ("/a%c0%af", false),
+        ("/a%00", false),
+        ("a", false),
+    ] {
+        assert_eq!(has_certain_elements(path.as_bytes()), is_certain, "{path}");
+    }
+    let elements = |path: &[u8]| trimmed(path).split(|byte| *byte == b'/').count();
+    let paths = TABLE.lines().filter_map(|line| line.split('\t').next());
+    let paths = paths.filter(|path| !path.contains(';') && !path.contains("%3B"));
+    for path in paths.filter(|path| has_certain_elements(path.as_bytes())) {
+        for other in other_readings(path.as_bytes(), false).unwrap_or_default() {
+            assert_eq!(elements(&other), elements(path.as_bytes()), "{path}");
+        }
+    }
+}
+
 /// A path without slashes at its end, and with at most two at its start.
 fn trimmed(path: &[u8]) -> &[u8] {
     let end = path.iter().rposition(|byte| *byte != b'/');

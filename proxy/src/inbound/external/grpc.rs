@@ -41,7 +41,7 @@ pub(super) fn question(
             .map(lossy)
             .unwrap_or_default(),
         method: text(request.method)?,
-        headers: headers(authorizer, subject),
+        headers: headers(authorizer, subject)?,
         path: text(request.path_and_query())?,
         host: text(request.authority().unwrap_or_default())?,
         scheme: "http".to_owned(),
@@ -67,13 +67,12 @@ pub(super) fn question(
     Ok(Question::Grpc(question))
 }
 
-fn headers(authorizer: &Authorizer, subject: &Subject<'_>) -> HashMap<String, String> {
-    let sends_all = authorizer.request_fields.is_empty();
+fn headers(
+    authorizer: &Authorizer,
+    subject: &Subject<'_>,
+) -> Result<HashMap<String, String>, &'static str> {
     let mut headers = HashMap::new();
-    subject.visit(|name, value| {
-        if !sends_all && !authorizer.sends(name) {
-            return;
-        }
+    let mut add = |name: &[u8], value: &[u8]| {
         let name = lossy(name).to_ascii_lowercase();
         // RFC 9110, section 5.3, and RFC 9113, section 8.2.3.
         let separator = if name == "cookie" { "; " } else { "," };
@@ -85,11 +84,16 @@ fn headers(authorizer: &Authorizer, subject: &Subject<'_>) -> HashMap<String, St
                 *entry.get_mut() += &format!("{separator}{}", lossy(value))
             }
         }
-    });
+    };
+    if authorizer.request_fields.is_empty() {
+        subject.visit(add);
+    } else {
+        authorizer.visit_listed(subject, &[], &mut add)?;
+    }
     if let Some(is_partial) = subject.body.is_partial {
         headers.insert(PARTIAL_BODY.to_owned(), is_partial.to_owned());
     }
-    headers
+    Ok(headers)
 }
 
 /// A body as Envoy sends it by default. Its length stays, by which servers know that it is cut off.

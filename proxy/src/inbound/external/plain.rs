@@ -2,6 +2,7 @@
 //! the head of the request and the start of its body, and their status decides.
 
 use bytes::{Bytes, BytesMut};
+use diy_mesh_proto::authorization::has_certain_elements;
 use diy_mesh_proto::field::{CALLER, PARTIAL_BODY, QUESTIONS, is_reserved};
 
 use super::{Authorizer, Decision, Question, Subject, denies, reply_fields};
@@ -24,6 +25,11 @@ pub(super) fn question(
     };
     let target = request.path_and_query();
     let slash: &[u8] = if target.starts_with(b"/") { b"" } else { b"/" };
+    // The server may not see that an element leads out of the prefix, or which one ends it.
+    let path = [slash, request.path()].concat();
+    if !authorizer.path.is_empty() && !has_certain_elements(&path) {
+        return Err("the authorization server could read another path than the application");
+    }
     let mut head = BytesMut::new();
     for part in [
         method,
@@ -47,13 +53,12 @@ pub(super) fn question(
     if let Some(caller) = subject.caller {
         put(&mut head, CALLER.as_bytes(), caller.as_str().as_bytes());
     }
-    subject.visit(|name, value| {
+    authorizer.visit_listed(subject, &["authorization"], |name, value| {
         let text = str::from_utf8(name).unwrap_or_default();
-        let is_sent = name.eq_ignore_ascii_case(b"authorization") || authorizer.sends(name);
-        if is_sent && !is_reserved(text) {
+        if !is_reserved(text) {
             put(&mut head, name, value);
         }
-    });
+    })?;
     head.extend_from_slice(b"\r\n");
     Ok(Question::Http {
         head: head.freeze(),
