@@ -9,6 +9,9 @@ use serde_json::Value;
 
 use super::view::RequestView;
 
+/// The scheme of bearer tokens (RFC 6750).
+const SCHEME: &str = "bearer";
+
 /// What a request brings along.
 #[derive(Debug, Default)]
 pub struct Credentials {
@@ -57,25 +60,36 @@ impl Credentials {
 
 /// The token of a request. Servers that read several fields could find another one than the proxy.
 pub fn bearer<'a>(request: &RequestView<'a>) -> Result<Option<&'a str>, &'static str> {
-    let (mut token, mut lines) = (None, 0);
+    let (mut token, mut lines) = (Ok(None), 0);
     request.head.visit(&mut |name, value| {
         if name.eq_ignore_ascii_case(b"authorization") {
             lines += 1;
-            let value = value.trim_ascii();
-            let (scheme, rest) = value.split_at(value.len().min(6));
-            let is_end = rest.first().is_none_or(u8::is_ascii_whitespace);
-            if scheme.eq_ignore_ascii_case(b"bearer") && is_end {
-                token = Some(rest.trim_ascii());
+            if !matches!(token, Err(_) | Ok(Some(_))) {
+                token = bearer_of(value.trim_ascii());
             }
         }
     });
     match token {
-        Some(_) if lines > 1 => Err("the request has more than one Authorization field"),
-        Some(token) => {
-            let text = str::from_utf8(token).map_err(|_| "it is not a JWT")?;
-            Ok(Some(text))
-        }
-        None => Ok(None),
+        Ok(Some(_)) if lines > 1 => Err("the request has more than one Authorization field"),
+        token => token,
+    }
+}
+
+/// The token in the value of an Authorization field. Servers read other spellings of the scheme and of
+/// the space after it as a token, too: these are not valid.
+fn bearer_of(value: &[u8]) -> Result<Option<&str>, &'static str> {
+    let is_printable = |byte: &u8| matches!(byte, b'\t' | b' '..=b'~');
+    let text = str::from_utf8(value)
+        .ok()
+        .filter(|_| value.iter().all(is_printable));
+    let text = text.ok_or("the Authorization field has a byte that is not printable ASCII")?;
+    let (scheme, rest) = text.split_at(text.len().min(SCHEME.len()));
+    if scheme.eq_ignore_ascii_case(SCHEME) && (rest.is_empty() || rest.starts_with([' ', '\t'])) {
+        Ok(Some(rest.trim_ascii()))
+    } else if text.to_ascii_lowercase().contains(SCHEME) {
+        Err("the Authorization field is not of the form \"Bearer TOKEN\"")
+    } else {
+        Ok(None)
     }
 }
 

@@ -90,7 +90,7 @@ fn invalid_tokens_get_401_and_missing_ones_what_the_rules_say() {
             ),
             (String::new(), DENIED),
             ("Authorization: Basic YTpi\r\n".to_owned(), DENIED),
-            (format!("Authorization: Bearer{valid}\r\n"), DENIED),
+            (format!("Authorization: Bearer{valid}\r\n"), UNAUTHORIZED),
             (
                 bearer(&token(&signer, &[("groups", json!(["dev"]))])),
                 DENIED,
@@ -150,6 +150,48 @@ fn invalid_tokens_get_401_and_missing_ones_what_the_rules_say() {
             "the token goes on: {}",
             requests[0]
         );
+    });
+}
+
+#[test]
+fn other_spellings_of_a_bearer_token_are_invalid_tokens() {
+    on_worker(async {
+        let signer = Signer::new();
+        let (app, _) = app2("web").await;
+        let mut pod = Pod::new(app);
+        // Requests without a token are allowed.
+        let rule = proto::AuthorizationRule::default();
+        pod.authorize(issuing(issuer(&signer, &[]), rule)).await;
+        let forged = "eyJhbGciOiJub25lIn0.e30.";
+        for (value, is_token) in [
+            (b"Bearer T".to_vec(), true),
+            ([b"Bearer\xa0", forged.as_bytes()].concat(), true),
+            ([b"Bearer\x85", forged.as_bytes()].concat(), true),
+            ([b"\xa0Bearer ", forged.as_bytes()].concat(), true),
+            (b"Bearer,T".to_vec(), true),
+            (b"Bearer=T".to_vec(), true),
+            (b"bearerT".to_vec(), true),
+            (b"Basic x, bEARER T".to_vec(), true),
+            (b"\"Bearer\" T".to_vec(), true),
+            (b"Basic \xc3\xa9".to_vec(), true),
+            (b"Basic YTpi".to_vec(), false),
+            (b"Digest username=\"bea\"".to_vec(), false),
+            (b"Bea".to_vec(), false),
+            (b"".to_vec(), false),
+        ] {
+            let mut client = pod.connect(Some("a")).await;
+            let head = b"GET / HTTP/1.1\r\nHost: web\r\nConnection: close\r\nAuthorization: ";
+            let request = [&head[..], &value, b"\r\n\r\n"].concat();
+            client.write_all(&request).await.unwrap();
+            let response = rest(client).await;
+            let is_refused = response.starts_with(UNAUTHORIZED.as_bytes());
+            assert_eq!(is_refused, is_token, "{}", value.escape_ascii());
+            let value = http::HeaderValue::from_bytes(&value).unwrap();
+            let get = Request::get("http://web/").header("authorization", value);
+            let fields = pod.http2(Some("a"), get.body(()).unwrap()).await;
+            let code = fields.get("x-mesh-error");
+            assert_eq!(code.is_some_and(|code| code == "invalid-token"), is_token);
+        }
     });
 }
 
