@@ -60,14 +60,13 @@ pub fn is_of_mesh(name: &[u8]) -> bool {
 /// and every byte that is neither a letter nor a digit counts as an underscore.
 #[inline]
 pub fn is_same_name(one: &[u8], other: &[u8]) -> bool {
-    let fold = |byte: &u8| match byte {
+    one.len() == other.len() && (one.eq_ignore_ascii_case(other) || folded(one).eq(folded(other)))
+}
+
+/// A name as CGI reads it: equal for the names that [`is_same_name`] compares as equal.
+pub fn folded(name: &[u8]) -> impl Iterator<Item = u8> {
+    name.iter().map(|byte| match byte {
         byte if byte.is_ascii_alphanumeric() => byte.to_ascii_lowercase(),
         _ => b'_',
-    };
-    one.len() == other.len()
-        && (one.eq_ignore_ascii_case(other)
-            || one
-                .iter()
-                .zip(other)
-                .all(|(one, other)| fold(one) == fold(other)))
+    })
 }

@@ -1,7 +1,11 @@
 //! Conditions on the method, the host and the header fields of a request.
 
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet};
+
 use super::Request;
 use super::paths::check_length;
+use super::rule::Facts;
 use super::truth::{Tally, Truth};
 use crate::field;
 use crate::mesh::v1 as proto;
@@ -12,6 +16,8 @@ use crate::policy::{Violation, check_name, violation};
 const LISTS: &str = "accept accept-charset accept-encoding accept-language \
     access-control-request-headers cache-control cdn-loop content-encoding content-language \
     forwarded if-match if-none-match link pragma prefer via warning x-forwarded-for";
+/// The values of fields that all conditions on a request may judge, each counted for each condition.
+const MAX_JUDGED_VALUES: usize = 64 * 1024;
 /// How servers join several lines of a field.
 const SEPARATORS: [&[u8]; 3] = [b",", b", ", b"; "];
 
@@ -28,6 +34,8 @@ pub(super) struct FieldCondition {
     name: Box<str>,
     value: Text,
     is_list: bool,
+    /// The name as servers may read it.
+    folded: Box<[u8]>,
 }
 
 /// A condition on a text.
@@ -40,8 +48,9 @@ pub(super) enum Text {
 }
 
 /// The truth of a list of methods, for the method as it is sent and in upper case. It is unknown rather
-/// than false if the method may be read as one of the list.
-pub(super) fn judge_method(methods: &[Box<[u8]>], method: &[u8]) -> Truth {
+/// than false if the method may be read as one of the list, or, with `reads_head`, if servers answer it
+/// as GET.
+pub(super) fn judge_method(methods: &[Box<[u8]>], method: &[u8], reads_head: bool) -> Truth {
     if methods.is_empty() {
         return Truth::True;
     }
@@ -49,7 +58,8 @@ pub(super) fn judge_method(methods: &[Box<[u8]>], method: &[u8]) -> Truth {
     let mut tally = Tally::default();
     tally.add(methods.iter().any(|one| **one == *method));
     tally.add(methods.iter().any(|one| one.iter().copied().eq(upper())));
-    tally.matched |= may_be_get(method) && methods.iter().any(|one| **one == *b"GET");
+    let is_head = reads_head && method.eq_ignore_ascii_case(b"HEAD");
+    tally.matched |= (may_be_get(method) || is_head) && methods.iter().any(|one| **one == *b"GET");
     tally.truth()
 }
 
@@ -78,8 +88,12 @@ pub(super) fn judge_hosts(hosts: &[Option<HostPattern>], request: &dyn Request) 
 }
 
 /// The truth of all conditions on fields.
-pub(super) fn judge_fields(fields: &[Option<FieldCondition>], request: &dyn Request) -> Truth {
-    !Truth::any_known(fields, |field| !field.truth(request))
+pub(super) fn judge_fields(conditions: &[Option<FieldCondition>], facts: &Facts<'_>) -> Truth {
+    !Truth::any_known(conditions, |condition| {
+        facts
+            .fields()
+            .map_or(Truth::Unknown, |fields| !condition.truth(fields))
+    })
 }
 
 /// The name, or the address, in a host with an optional port, without a dot at its end.
@@ -151,6 +165,7 @@ impl FieldCondition {
         check_name("name", name)?;
         Ok(FieldCondition {
             name: name.into(),
+            folded: field::folded(name.as_bytes()).collect(),
             is_list: LISTS.split(' ').any(|list| list.eq_ignore_ascii_case(name)),
             value: Text::parse("value", message)?,
         })
@@ -158,62 +173,102 @@ impl FieldCondition {
 
     /// Whether it is about one of these fields.
     pub(super) fn is_any(&self, names: &[&str]) -> bool {
-        names.iter().any(|name| self.is_name(name.as_bytes()))
+        let own = self.name.as_bytes();
+        names
+            .iter()
+            .any(|name| field::is_same_name(name.as_bytes(), own))
     }
 
     /// The truth for each line, for all joined, and for their members. A field with another spelling
-    /// of the name may also be none.
-    fn truth(&self, request: &dyn Request) -> Truth {
-        let (mut lines, mut has_spelling) = (0, false);
+    /// of the name may also be none. Unknown if too much has been judged before.
+    fn truth(&self, fields: &Fields) -> Truth {
+        let Some(field) = fields.field(&self.folded) else {
+            return Truth::False;
+        };
+        if !fields.charge(field) {
+            return Truth::Unknown;
+        }
         let mut tally = Tally::default();
-        request.fields(&mut |name, value| {
-            if self.is_name(name) {
-                lines += 1;
-                has_spelling |= name.eq_ignore_ascii_case(self.name.as_bytes());
-                self.tally_line(value.trim_ascii(), &mut tally);
-            }
-        });
-        if lines > 1 {
-            for separator in SEPARATORS {
-                tally.add(self.value.matches(&self.joined(request, separator)));
-            }
+        for value in &field.values {
+            tally.add(self.value.matches(value));
         }
-        if !has_spelling {
-            tally.add(false);
-        }
-        tally.truth()
-    }
-
-    fn is_name(&self, name: &[u8]) -> bool {
-        field::is_same_name(name, self.name.as_bytes())
-    }
-
-    fn tally_line(&self, line: &[u8], tally: &mut Tally) {
-        tally.add(self.value.matches(line));
-        if !self.value.has_comma() && line.contains(&b',') {
-            let members = line.split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
-            for member in members.filter(|member| !member.is_empty()) {
+        if !self.value.has_comma() {
+            for member in &field.members {
                 let matches = self.value.matches(member);
                 // Servers divide other fields as well, but none has to.
                 tally.matched |= matches;
                 tally.missed |= self.is_list && !matches;
             }
         }
+        let name = self.name.as_bytes();
+        let mut spellings = field.spellings.iter();
+        if !spellings.any(|spelling| spelling.eq_ignore_ascii_case(name)) {
+            tally.add(false);
+        }
+        tally.truth()
+    }
+}
+
+/// The fields of a request, each name once, for all conditions.
+#[derive(Debug, Default)]
+pub(super) struct Fields {
+    by_name: BTreeMap<Vec<u8>, Field>,
+    judged: Cell<usize>,
+}
+
+/// The lines of one name, in all its spellings.
+#[derive(Debug, Default)]
+struct Field {
+    lines: Vec<Vec<u8>>,
+    spellings: BTreeSet<Vec<u8>>,
+    /// The lines, and all of them joined.
+    values: BTreeSet<Vec<u8>>,
+    /// The members of those lines that are lists.
+    members: BTreeSet<Vec<u8>>,
+}
+
+impl Fields {
+    pub(super) fn of(request: &dyn Request) -> Self {
+        let mut by_name: BTreeMap<Vec<u8>, Field> = BTreeMap::new();
+        request.fields(&mut |name, value| {
+            let field = by_name.entry(field::folded(name).collect()).or_default();
+            field.spellings.insert(name.to_ascii_lowercase());
+            field.lines.push(value.trim_ascii().to_vec());
+        });
+        for field in by_name.values_mut() {
+            field.read();
+        }
+        Self {
+            by_name,
+            judged: Cell::default(),
+        }
     }
 
-    fn joined(&self, request: &dyn Request, separator: &[u8]) -> Vec<u8> {
-        let mut joined = vec![];
-        let mut is_first = true;
-        request.fields(&mut |name, value| {
-            if self.is_name(name) {
-                if !is_first {
-                    joined.extend_from_slice(separator);
-                }
-                is_first = false;
-                joined.extend_from_slice(value.trim_ascii());
-            }
-        });
-        joined
+    fn field(&self, folded: &[u8]) -> Option<&Field> {
+        self.by_name.get(folded)
+    }
+
+    /// Counts the values of a field. False if conditions have judged too many.
+    fn charge(&self, field: &Field) -> bool {
+        let values = field.values.len() + field.members.len() + field.spellings.len();
+        self.judged.set(self.judged.get().saturating_add(values));
+        self.judged.get() <= MAX_JUDGED_VALUES
+    }
+}
+
+impl Field {
+    /// Reads the lines as servers do.
+    fn read(&mut self) {
+        for line in self.lines.iter().filter(|line| line.contains(&b',')) {
+            let members = line.split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
+            let members = members.filter(|member| !member.is_empty());
+            self.members.extend(members.map(<[u8]>::to_vec));
+        }
+        if self.lines.len() > 1 {
+            let joined = SEPARATORS.map(|separator| self.lines.join(separator));
+            self.values.extend(joined);
+        }
+        self.values.append(&mut self.lines.drain(..).collect());
     }
 }
 

@@ -45,6 +45,8 @@ struct Index {
     elements: Vec<u64>,
     /// Port, client and rule, in ascending order.
     entries: Vec<(u16, u64, usize)>,
+    /// Conditions on GET hold for HEAD as well: servers answer both alike.
+    reads_head: bool,
 }
 
 impl Rules {
@@ -55,6 +57,8 @@ impl Rules {
             is_plain_only: message.plain_paths,
             ..Rules::default()
         };
+        rules.deny.reads_head = true;
+        rules.external.reads_head = true;
         let policies = message.policies.iter().enumerate();
         let policies = policies.filter(|(_, policy)| with_audit || !policy.audit);
         let set: Vec<&str> = policies
@@ -190,7 +194,7 @@ impl Index {
             let is_known = (REVISION..=ISSUERS_REVISION).contains(&message.revision);
             let of_rule = self::ports(&message.ports).filter(|_| is_known);
             let is_known = of_rule.is_some();
-            let rule = Rule::compile(policy, position, message, is_known, set);
+            let rule = Rule::compile(policy, position, message, is_known, set, self.reads_head);
             let clients = clients(&rule);
             for port in both(ports, &of_rule.unwrap_or_else(|| vec![ANY_PORT])) {
                 let entry = |client: &u64| (port, *client, self.rules.len());

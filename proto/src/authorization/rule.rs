@@ -4,7 +4,7 @@ use std::cell::OnceCell;
 use std::sync::Arc;
 
 use super::claims::{self, ClaimCondition};
-use super::fields::{self, FieldCondition, HostPattern};
+use super::fields::{self, FieldCondition, Fields, HostPattern};
 use super::paths::Paths;
 use super::readings::{ANY_ELEMENT, Readings};
 use super::sources::Source;
@@ -62,6 +62,7 @@ pub(super) struct Facts<'a> {
     pub(super) call: &'a Call<'a>,
     is_plain_only: bool,
     readings: OnceCell<Readings<'a>>,
+    fields: OnceCell<Fields>,
 }
 
 impl<'a> Facts<'a> {
@@ -70,6 +71,7 @@ impl<'a> Facts<'a> {
             call,
             is_plain_only,
             readings: OnceCell::new(),
+            fields: OnceCell::new(),
         }
     }
 
@@ -78,6 +80,12 @@ impl<'a> Facts<'a> {
         let request = self.call.request?;
         let readings = || Readings::of(request.path(), self.is_plain_only);
         Some(self.readings.get_or_init(readings))
+    }
+
+    /// The header fields. None: the connection carries no HTTP.
+    pub(super) fn fields(&self) -> Option<&Fields> {
+        let request = self.call.request?;
+        Some(self.fields.get_or_init(|| Fields::of(request)))
     }
 
     /// Whether the path may have one of these elements.
@@ -133,6 +141,8 @@ pub(super) struct Rule {
 #[derive(Debug)]
 struct RequestCondition {
     methods: Vec<Box<[u8]>>,
+    /// GET includes HEAD.
+    reads_head: bool,
     paths: Paths,
     hosts: Vec<Option<HostPattern>>,
     headers: Vec<Option<FieldCondition>>,
@@ -141,13 +151,14 @@ struct RequestCondition {
 
 impl Rule {
     /// Compiles a rule. If it is not known, its conditions do not matter. `set` are the fields that
-    /// applications get from the proxy.
+    /// applications get from the proxy. With `reads_head`, conditions on GET hold for HEAD as well.
     pub(super) fn compile(
         policy: &Arc<str>,
         position: usize,
         message: &proto::AuthorizationRule,
         is_known: bool,
         set: &[&str],
+        reads_head: bool,
     ) -> Rule {
         let mut rule = Rule {
             policy: policy.clone(),
@@ -162,7 +173,7 @@ impl Rule {
             rule.sources = sources.map(|list| known(&list.sources, Source::parse));
             rule.not_sources = known(&message.not_sources, Source::parse);
             let requests = message.requests.iter();
-            let requests = requests.map(|request| RequestCondition::compile(request, set));
+            let requests = requests.map(|one| RequestCondition::compile(one, set, reads_head));
             rule.requests = requests.collect();
         }
         rule
@@ -221,7 +232,7 @@ impl Rule {
 }
 
 impl RequestCondition {
-    fn compile(message: &proto::RequestMatch, set: &[&str]) -> RequestCondition {
+    fn compile(message: &proto::RequestMatch, set: &[&str], reads_head: bool) -> RequestCondition {
         let methods = message.methods.iter();
         let mut headers = known(&message.headers, FieldCondition::parse);
         for header in &mut headers {
@@ -229,6 +240,7 @@ impl RequestCondition {
         }
         RequestCondition {
             methods: methods.map(|method| method.as_bytes().into()).collect(),
+            reads_head,
             paths: Paths::compile(&message.paths),
             hosts: known(&message.hosts, |host| HostPattern::parse(host)),
             headers,
@@ -239,12 +251,13 @@ impl RequestCondition {
     fn judge(&self, request: &dyn Request, facts: &Facts<'_>, policy: &Arc<str>) -> Verdict {
         Verdict::of(Condition::Paths, self.judge_path(facts))
             .and(|| {
-                let methods = fields::judge_method(&self.methods, request.method());
+                let methods =
+                    fields::judge_method(&self.methods, request.method(), self.reads_head);
                 Verdict::of(Condition::Methods, methods)
             })
             .and(|| Verdict::of(Condition::Hosts, fields::judge_hosts(&self.hosts, request)))
             .and(|| {
-                let headers = fields::judge_fields(&self.headers, request);
+                let headers = fields::judge_fields(&self.headers, facts);
                 Verdict::of(Condition::Headers, headers)
             })
             .and(|| {

@@ -202,9 +202,9 @@ fn is_request(request: &RequestMatch, ask: Ask, head: &Head) -> bool {
     let method = String::from_utf8_lossy(&head.method);
     let methods = [method.to_string(), method.to_uppercase()];
     let methods = methods.map(|method| request.methods.contains(&method));
-    let is_websocket =
-        method.to_uppercase() == "CONNECT" && request.methods.contains(&"GET".to_owned());
-    (request.methods.is_empty() || ask.of(&methods) || ask == Ask::May && is_websocket)
+    let may_be_get = ["CONNECT", "HEAD"].contains(&&*method.to_uppercase());
+    let is_get = may_be_get && request.methods.contains(&"GET".to_owned());
+    (request.methods.is_empty() || ask.of(&methods) || ask == Ask::May && is_get)
         && (request.paths.is_empty() || is_path(&request.paths, ask, &head.path))
         && (request.hosts.is_empty() || is_host(&request.hosts, ask, &head.hosts))
         && request

@@ -22,15 +22,96 @@ fn methods_are_read_in_upper_case_too() {
     );
     // A WebSocket over HTTP/2, of which HTTP/1.1 has a GET.
     none_passes(Action::Deny, &methods("GET"), head, ["CONNECT", "connect"]);
+    // Servers answer HEAD as GET.
+    none_passes(Action::Deny, &methods("GET"), head, ["HEAD", "head"]);
+    assert!(passes(Action::Deny, &methods("HEAD"), &head("GET")));
+    assert!(passes(Action::Deny, &methods("POST"), &head("HEAD")));
+    assert!(passes(Action::Allow, &methods("HEAD"), &head("HEAD")));
     assert!(passes(Action::Allow, &methods("CONNECT"), &head("CONNECT")));
     none_passes(
         Action::Allow,
         &methods("GET"),
         head,
-        ["get", "Get", "GETX", "", "POST", "CONNECT"],
+        ["get", "Get", "GETX", "", "POST", "CONNECT", "HEAD"],
     );
     assert!(passes(Action::Allow, &methods("GET"), &head("GET")));
     assert!(passes(Action::Deny, &methods("POST"), &head("GET")));
+}
+
+#[test]
+fn authorization_servers_of_get_are_asked_about_head() {
+    let mut policy = policy(
+        "p",
+        Action::ExternalAuth,
+        vec![about(RequestMatch {
+            methods: vec!["GET".into()],
+            ..RequestMatch::default()
+        })],
+    );
+    policy.authorizer = Some(Authorizer::default());
+    let policies = compile(vec![policy]);
+    for (method, expected) in [("HEAD", vec![0]), ("GET", vec![0]), ("POST", vec![])] {
+        let head = Head {
+            method: method.into(),
+            ..get("/")
+        };
+        assert_eq!(
+            policies.external(&call(None, Some(&head))),
+            expected,
+            "{method}"
+        );
+    }
+}
+
+#[test]
+fn conditions_on_fields_judge_a_bounded_number_of_values() {
+    let fields = |count: usize| Head {
+        fields: (0..count)
+            .map(|at| (b"x-a".to_vec(), at.to_string().into_bytes()))
+            .collect(),
+        ..get("/")
+    };
+    let conditions = |count: usize, action| {
+        let rules = (0..count).map(|at| about(header("x-a", &format!("exact:no{at}"))));
+        compile(vec![policy("p", action, rules.collect())])
+    };
+    let passes = |conditions: &super::Authorization, head: &Head| {
+        conditions.judge(&call(None, Some(head))).is_ok()
+    };
+    for count in [256, 2048] {
+        let (deny, allow) = (
+            conditions(count, Action::Deny),
+            conditions(count, Action::Allow),
+        );
+        // 1,300 lines: what is not judged may match.
+        assert!(!passes(&deny, &fields(1300)) && !passes(&allow, &fields(1300)));
+        // Ordinary requests are judged by all conditions.
+        assert!(passes(&deny, &fields(20)) && !passes(&allow, &fields(20)));
+    }
+    let calls = std::cell::Cell::new(0);
+    struct Counted<'a>(Head, &'a std::cell::Cell<usize>);
+    impl Request for Counted<'_> {
+        fn method(&self) -> &[u8] {
+            self.0.method()
+        }
+        fn path(&self) -> &[u8] {
+            self.0.path()
+        }
+        fn hosts(&self, each: &mut dyn FnMut(&[u8])) {
+            self.0.hosts(each);
+        }
+        fn fields(&self, each: &mut dyn FnMut(&[u8], &[u8])) {
+            self.1.set(self.1.get() + 1);
+            self.0.fields(each);
+        }
+    }
+    let head = Counted(fields(1300), &calls);
+    assert!(
+        conditions(2048, Action::Deny)
+            .judge(&call(None, Some(&head)))
+            .is_err()
+    );
+    assert_eq!(calls.get(), 1, "the lines are read once");
 }
 
 /// 6.
