@@ -3,9 +3,10 @@
 //! counts for nothing. Pure, but for the resolver.
 
 pub mod resolver;
+mod special;
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use diy_mesh_proto::authorization::{Authorization, Call, Denial, host_name};
@@ -101,51 +102,24 @@ pub fn name_of(authority: &[u8]) -> Option<String> {
     (is_name && !is_address(&name)).then_some(name)
 }
 
-/// The metadata of a machine, in clouds where its address is not link-local.
-const METADATA: [IpAddr; 2] = [
-    IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254)),
-    IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200)),
-];
-
 /// Whether no name leads there, unless a block of addresses allows it: the pod itself, its machine and
 /// its link, and what is no address of one host. NAT64 has no private addresses (RFC 6052, section
 /// 3.1).
 pub fn is_local(address: IpAddr) -> bool {
-    let (given, address) = (address.to_canonical(), embedded(address));
-    let is_local = match address {
-        IpAddr::V4(address) => {
-            let [first, ..] = address.octets();
-            first == 0 || first >= 224 || address.is_loopback() || address.is_link_local()
-        }
-        IpAddr::V6(address) => {
-            address.is_loopback()
-                || address.is_unspecified()
-                || address.is_multicast()
-                || address.is_unicast_link_local()
-        }
-    };
-    is_local || METADATA.contains(&address) || given != address && is_private(given)
+    let given = address.to_canonical();
+    let mut embedded = special::embedded(given);
+    special::is_special(given)
+        || embedded.any(|address| special::is_special(address) || is_private(address))
 }
 
 /// Whether the address is of a private network (RFC 1918, RFC 4193, RFC 6598), as those of clusters.
 pub fn is_private(address: IpAddr) -> bool {
-    match embedded(address) {
+    match address.to_canonical() {
         IpAddr::V4(address) => {
             let [first, second, ..] = address.octets();
             address.is_private() || first == 100 && second & 0xc0 == 0x40
         }
         IpAddr::V6(address) => address.is_unique_local(),
-    }
-}
-
-/// The address of IPv4 that an address of IPv6 leads to: mapped, or by NAT64 (RFC 6052).
-fn embedded(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(address) if address.segments()[..6] == [0x64, 0xff9b, 0, 0, 0, 0] => {
-            let [.., a, b, c, d] = Ipv6Addr::octets(&address);
-            Ipv4Addr::new(a, b, c, d).into()
-        }
-        address => address,
     }
 }
 
@@ -203,7 +177,32 @@ mod tests {
             "64:ff9b::a9fe:a9fe",
             "64:ff9b::a00:1",
             "fd00:ec2::254",
+            "fd00:ec2::23",
+            "fd20:ce::254",
+            "fd00:c1::a9fe:a9fe",
             "100.100.100.200",
+            "168.63.129.16",
+            "64:ff9b::a83f:8110",
+            "64:ff9b:1::a9fe:a9fe",
+            "64:ff9b:1:a9fe:a9:fe00::",
+            "64:ff9b:1::a00:1",
+            "2002:a9fe:a9fe::1",
+            "2002:7f00:1::",
+            "2002:a00:1::",
+            "::7f00:1",
+            "192.0.0.192",
+            "192.0.2.1",
+            "198.18.0.1",
+            "198.19.255.255",
+            "198.51.100.1",
+            "203.0.113.1",
+            "240.0.0.1",
+            "100::1",
+            "2001:db8::1",
+            "2001::1",
+            "3fff::1",
+            "5f00::1",
+            "fec0::1",
         ] {
             assert!(is_local(local.parse().unwrap()), "{local}");
         }
@@ -220,11 +219,17 @@ mod tests {
             assert!(is_private(private) && !is_local(private), "{private}");
         }
         for public in [
-            "192.0.2.1",
+            "1.1.1.1",
             "100.128.0.1",
             "172.32.0.1",
-            "2001:db8::1",
-            "64:ff9b::c000:201",
+            "192.0.1.1",
+            "198.20.0.1",
+            "168.63.129.17",
+            "2600::1",
+            "2001:4860:4860::8888",
+            "64:ff9b::101:101",
+            "64:ff9b:1:101:1:100:808:808",
+            "2002:101:101::1",
         ] {
             let public: IpAddr = public.parse().unwrap();
             assert!(!is_private(public) && !is_local(public), "{public}");

@@ -448,8 +448,8 @@ fn chosen_address_stays_while_the_name_has_it() {
         assert!(denied.contains("local or of the cluster"), "{denied}");
         // Addresses that are neither local nor private, while the controller does not answer.
         let mut others = vec![
-            "198.51.100.1".parse().unwrap(),
-            "198.51.100.2".parse().unwrap(),
+            "45.51.100.1".parse().unwrap(),
+            "45.51.100.2".parse().unwrap(),
         ];
         pod.names.set("*.other.test", &others);
         pod.names.set("a.other.test", &others);
@@ -490,12 +490,12 @@ fn no_name_leads_to_an_address_of_the_cluster() {
         };
         let chosen: SocketAddr = "203.0.113.9:443".parse().unwrap();
         let known: [(&str, Target, bool); 6] = [
-            ("198.51.100.1", of_place(Place::Outside), true),
+            ("45.51.100.1", of_place(Place::Outside), true),
             ("10.0.0.1", of_place(Place::Outside), true),
-            ("198.51.100.2", of_place(Place::Node), false),
-            ("198.51.100.3", TargetKind::Pod.into(), false),
-            ("198.51.100.4", TargetKind::Service.into(), false),
-            ("198.51.100.5", TargetKind::Withheld.into(), false),
+            ("45.51.100.2", of_place(Place::Node), false),
+            ("45.51.100.3", TargetKind::Pod.into(), false),
+            ("45.51.100.4", TargetKind::Service.into(), false),
+            ("45.51.100.5", TargetKind::Withheld.into(), false),
         ];
         let answers: HashMap<SocketAddr, Target> = known
             .iter()

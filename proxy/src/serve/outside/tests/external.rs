@@ -442,7 +442,7 @@ fn addresses_stay_without_an_answer_and_their_task_ends() {
         );
         let public = EndpointInfo {
             external: Some(host(80, None)),
-            ..EndpointInfo::bare("198.51.100.1:80".parse().unwrap())
+            ..EndpointInfo::bare("45.51.100.1:80".parse().unwrap())
         };
         let known = [Arc::new(public), info];
         let kept = external::resolve(&deaf, &host(80, None), &known).await;
@@ -454,17 +454,17 @@ fn addresses_stay_without_an_answer_and_their_task_ends() {
 #[test]
 fn ipv6_counts_for_hosts_without_ipv4() {
     on_worker(async {
-        let pod = Pod::of_host(Arc::default(), &["2001:db8::1", "198.51.100.1"]).await;
+        let pod = Pod::of_host(Arc::default(), &["2600::1", "45.51.100.1"]).await;
         let to = async |port| {
             let to = BackendRef::External(host(port, None));
             let outside = pod.worker.backend(&to).await.external();
             outside.map(|to| to.address.ip().to_string())
         };
-        assert_eq!(to(80).await.as_deref(), Some("198.51.100.1"));
-        let pod = Pod::of_host(Arc::default(), &["2001:db8::1"]).await;
+        assert_eq!(to(80).await.as_deref(), Some("45.51.100.1"));
+        let pod = Pod::of_host(Arc::default(), &["2600::1"]).await;
         let to = BackendRef::External(host(80, None));
         let outside = pod.worker.backend(&to).await.external().unwrap();
-        assert_eq!(outside.to_string(), format!("{HOST} at [2001:db8::1]:80"));
+        assert_eq!(outside.to_string(), format!("{HOST} at [2600::1]:80"));
     });
 }
 
@@ -515,31 +515,31 @@ fn no_host_leads_to_local_addresses_or_into_the_cluster() {
             ..Target::default()
         };
         let known = vec![
-            ("198.51.100.1", of_place(Place::Outside)),
+            ("45.51.100.1", of_place(Place::Outside)),
             ("10.0.0.1", of_place(Place::Outside)),
-            ("198.51.100.2", of_place(Place::Node)),
-            ("198.51.100.3", TargetKind::Pod.into()),
-            ("198.51.100.4", TargetKind::Service.into()),
-            ("198.51.100.5", TargetKind::Withheld.into()),
+            ("45.51.100.2", of_place(Place::Node)),
+            ("45.51.100.3", TargetKind::Pod.into()),
+            ("45.51.100.4", TargetKind::Service.into()),
+            ("45.51.100.5", TargetKind::Withheld.into()),
         ];
         let all = [
             "127.0.0.1",
             "169.254.169.254",
             "10.0.0.9",
             "10.0.0.1",
-            "198.51.100.1",
-            "198.51.100.2",
-            "198.51.100.3",
-            "198.51.100.4",
-            "198.51.100.5",
+            "45.51.100.1",
+            "45.51.100.2",
+            "45.51.100.3",
+            "45.51.100.4",
+            "45.51.100.5",
         ];
         for (policy, expected) in [
-            (Arc::default(), &["10.0.0.1:80", "198.51.100.1:80"][..]),
-            (allow(&[HOST]), &["10.0.0.1:80", "198.51.100.1:80"]),
+            (Arc::default(), &["10.0.0.1:80", "45.51.100.1:80"][..]),
+            (allow(&[HOST]), &["10.0.0.1:80", "45.51.100.1:80"]),
             // Those that the policy denies are left out, and those of pods whatever it allows.
             (
-                allow(&["198.51.100.0/30"]),
-                &["198.51.100.1:80", "198.51.100.2:80"],
+                allow(&["45.51.100.0/30"]),
+                &["45.51.100.1:80", "45.51.100.2:80"],
             ),
         ] {
             let pod = pod_of_cluster(policy, known.clone(), None).await;
@@ -549,7 +549,7 @@ fn no_host_leads_to_local_addresses_or_into_the_cluster() {
             assert_eq!(endpoints.collect::<Vec<_>>(), expected);
         }
         let pod = pod_of_cluster(Arc::default(), known, None).await;
-        pod.set_addresses(&["127.0.0.1", "198.51.100.3"]);
+        pod.set_addresses(&["127.0.0.1", "45.51.100.3"]);
         let backend = to_host(&host(80, None));
         let response = pod.get_from(&backend).await;
         assert_eq!(error_of(&response), "unresolved", "{response}");
@@ -569,12 +569,12 @@ fn closed_egress_has_to_allow_the_host() {
             (Arc::default(), true),
             (allow(&[HOST]), true),
             (allow(&["*.example.test"]), true),
-            (allow(&["198.51.100.1/32"]), true),
+            (allow(&["45.51.100.1/32"]), true),
             (allow(&["www.example.test", "192.0.2.0/24"]), false),
             (
                 egress(
                     &[
-                        (Action::Allow, &["198.51.100.1/32"]),
+                        (Action::Allow, &["45.51.100.1/32"]),
                         (Action::Deny, &[HOST]),
                     ],
                     false,
@@ -582,9 +582,9 @@ fn closed_egress_has_to_allow_the_host() {
                 false,
             ),
         ] {
-            let known = vec![("198.51.100.1", outside.clone())];
+            let known = vec![("45.51.100.1", outside.clone())];
             let pod = pod_of_cluster(policy, known, None).await;
-            pod.set_addresses(&["198.51.100.1"]);
+            pod.set_addresses(&["45.51.100.1"]);
             let to = BackendRef::External(host(80, None));
             let mut backend = pod.worker.backend(&to).await;
             let flow = pod.flow(pod.dialed.address, to_host(&host(80, None)));
@@ -607,7 +607,7 @@ fn closed_egress_has_to_allow_the_host() {
                 Err(failure) => {
                     assert!(!is_allowed);
                     assert_eq!(failure.code().label(), "egress-denied");
-                    let text = format!("{HOST} at 198.51.100.1:80");
+                    let text = format!("{HOST} at 45.51.100.1:80");
                     assert!(failure.to_string().contains(&text), "{failure}");
                 }
             }
