@@ -133,12 +133,16 @@ impl Flow {
 
     /// Charges the connection to the caller, who is known from now on.
     pub fn assign_slot(&self) {
-        let holder = match &self.caller {
+        self.slot.reassign(&self.holder().path());
+    }
+
+    /// The caller, as a holder of slots, bytes and log lines.
+    pub fn holder(&self) -> Holder {
+        match &self.caller {
             Caller::App => Holder::App,
             Caller::Unauthenticated => Holder::Plaintext(network(self.peer.ip())),
             Caller::Peer(identity) => Holder::Peer(identity.clone()),
-        };
-        self.slot.reassign(&holder.path());
+        }
     }
 
     /// A charge for what the connection holds.

@@ -4,6 +4,7 @@
 pub mod destination;
 pub mod external;
 pub mod flow;
+pub mod log;
 pub mod record;
 pub mod state;
 pub mod worker;

@@ -116,7 +116,8 @@ impl ExchangeRecord {
     /// The request is allowed although the authorization server of a policy did not answer.
     pub fn failed_open(&mut self, policy: &str, reason: &str) {
         let denial = format!("{policy}, whose authorization server did not answer: {reason}");
-        if self.flow.worker.denials.should_log(Instant::now()) {
+        let limit = &self.flow.worker.failures_open;
+        if limit.should_log(self.flow.holder(), Instant::now()) {
             let (peer, caller) = (self.flow.peer, self.flow.called_by());
             tracing::warn!(%peer, caller, "allowed: failureMode of {denial}");
         }
@@ -477,7 +478,7 @@ fn report(flow: &Flow, failure: &Failure, is_warning: bool) {
         worker.metrics.verdict(flow.direction, Verdict::Denied);
     }
     let should_log = if is_denial && !failure.is_identity_failure() {
-        worker.denials.should_log(now)
+        worker.denials.should_log(flow.holder(), now)
     } else {
         is_warning && worker.warnings.should_log(now)
     };

@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::context::destination::Destinations;
+use crate::context::log::{HolderLimit, LogLimit};
 use crate::context::state::Question;
 use crate::discovery::Discovery;
 use crate::egress::resolver::Resolver;
@@ -44,8 +45,6 @@ const MAX_MIRRORS: usize = 100;
 /// How often idle destinations and connections are evicted.
 const EVICTION_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Denied calls that are logged.
-const DENIALS: (u32, Duration) = (60, Duration::from_secs(60));
 /// Warnings about peers.
 const PEER_WARNINGS: (u32, Duration) = (1, Duration::from_secs(10));
 
@@ -97,36 +96,6 @@ pub fn spawn<F: Future<Output = ()>>(
     Ok(drained)
 }
 
-/// A limit of log lines.
-pub struct LogLimit {
-    /// The maximum number of lines in an interval.
-    max: u32,
-    interval: Duration,
-    /// The start of the current interval, and its lines.
-    logged: Cell<(Option<Instant>, u32)>,
-}
-
-impl LogLimit {
-    fn new((max, interval): (u32, Duration)) -> Self {
-        let logged = Cell::default();
-        Self {
-            max,
-            interval,
-            logged,
-        }
-    }
-
-    /// Whether to log a line.
-    pub fn should_log(&self, now: Instant) -> bool {
-        let (since, lines) = match self.logged.get() {
-            (Some(since), lines) if now < since + self.interval => (since, lines),
-            _ => (now, 0),
-        };
-        self.logged.set((Some(since), lines.saturating_add(1)));
-        lines < self.max
-    }
-}
-
 /// What the connections of one worker thread share.
 pub struct Worker {
     /// The configuration of the proxy.
@@ -171,7 +140,9 @@ pub struct Worker {
     pub mirrors: Arc<Semaphore>,
     memory: Memory,
     /// The log lines about denied calls. The metrics count them all.
-    pub denials: LogLimit,
+    pub denials: HolderLimit,
+    /// The log lines about calls that are allowed without an answer of an authorization server.
+    pub failures_open: HolderLimit,
     /// The warnings about peers. The metrics count their causes.
     pub warnings: LogLimit,
     /// Notified when the last connection closes.
@@ -217,7 +188,8 @@ impl Worker {
             open: Cell::new(0),
             mirrors: Arc::new(Semaphore::new(MAX_MIRRORS)),
             memory: context.memory,
-            denials: LogLimit::new(DENIALS),
+            denials: HolderLimit::default(),
+            failures_open: HolderLimit::default(),
             warnings: LogLimit::new(PEER_WARNINGS),
             idle: Notify::new(),
             questions: RefCell::new(context.questions),
@@ -487,16 +459,6 @@ mod tests {
         worker.follow_memory_limit();
         open.push(worker.admit(Direction::Outbound, [127, 0, 0, 1].into()));
         assert_eq!(worker.admission.used(&[]), 1024);
-    }
-
-    #[tokio::test]
-    async fn denials_are_logged_at_a_bounded_rate() {
-        let limit = LogLimit::new(DENIALS);
-        let now = Instant::now();
-        for start in [now, now + DENIALS.1] {
-            let logged = (0..1000).filter(|_| limit.should_log(start)).count();
-            assert_eq!(logged, DENIALS.0 as usize);
-        }
     }
 
     #[tokio::test]
