@@ -177,12 +177,12 @@ pub enum Failure {
     #[error("this workload has just started: its proxy has no policies yet")]
     NotReady,
     /// No policy at the port accepts the token of the request.
-    #[error("the token is not valid for {policy}: {reason}")]
+    #[error("the token is not valid for {policy}: {}", refusal.reason)]
     InvalidToken {
         /// The first of the policies.
         policy: Arc<str>,
-        /// A sentence about the token.
-        reason: String,
+        /// Sentences about the token.
+        refusal: Box<TokenRefusal>,
     },
     /// The AuthorizationPolicies of the pod do not allow the call.
     #[error("{}", denied_message(.denial, *.id))]
@@ -232,6 +232,15 @@ pub enum Failure {
     /// A deadline passed before the end of the response.
     #[error("{}", timeout_message(*.0))]
     Timeout(Limit),
+}
+
+/// Why a token is not valid.
+#[derive(Clone, Debug, Default)]
+pub struct TokenRefusal {
+    /// For the log.
+    pub reason: String,
+    /// For the client, which learns neither the issuers nor the audiences that policies accept.
+    pub told: String,
 }
 
 impl Failure {
@@ -322,7 +331,9 @@ impl Failure {
             Self::Denied { id: Some(id), .. } => {
                 format!("denied; the log of the callee's proxy has the reason under {id:08x}")
             }
-            Self::InvalidToken { reason, .. } => format!("the token is not valid: {reason}"),
+            Self::InvalidToken { refusal, .. } => {
+                format!("the token is not valid: {}", refusal.told)
+            }
             Self::AuthorizerFailed { .. } => {
                 "the authorization server of the callee did not answer".to_owned()
             }
@@ -431,6 +442,25 @@ impl Failure {
             Self::AuthorizerFailed { .. } => Code::AuthorizerFailed,
             Self::ConnectNotAllowed => Code::ConnectNotAllowed,
             Self::Timeout(_) => Code::Timeout,
+        }
+    }
+}
+
+impl TokenRefusal {
+    /// A reason that depends on the token only.
+    pub fn of_token(reason: impl Into<String>) -> Self {
+        let reason = reason.into();
+        Self {
+            told: reason.clone(),
+            reason,
+        }
+    }
+
+    /// A reason that depends on what policies accept.
+    pub fn of_policies(reason: impl Into<String>) -> Self {
+        Self {
+            reason: reason.into(),
+            told: "it is not accepted".to_owned(),
         }
     }
 }

@@ -4,10 +4,12 @@
 use std::sync::Arc;
 
 use diy_mesh_proto::authorization::Token;
+use diy_mesh_proto::field::is_same_name;
 use http::HeaderValue;
 use serde_json::Value;
 
 use super::view::RequestView;
+use crate::error::TokenRefusal;
 
 /// The scheme of bearer tokens (RFC 6750).
 const SCHEME: &str = "bearer";
@@ -18,7 +20,7 @@ pub struct Credentials {
     /// Its token. None: it has none.
     pub token: Option<Token>,
     /// Why the token is not valid.
-    pub refused: String,
+    pub refused: TokenRefusal,
     /// The fields that the application gets from the proxy, or does not get.
     pub fields: Vec<PolicyField>,
 }
@@ -42,7 +44,7 @@ impl Credentials {
 
     /// Sets the values of a field, in place of those that it has. None: it is removed.
     pub fn set(&mut self, name: &Arc<str>, values: Vec<HeaderValue>) {
-        let is_field = |field: &PolicyField| field.0 == *name;
+        let is_field = |field: &PolicyField| is_same_name(field.0.as_bytes(), name.as_bytes());
         let at = self.fields.iter().position(is_field).unwrap_or_default();
         self.fields.retain(|field| !is_field(field));
         let none = values.is_empty().then_some(None);
@@ -52,9 +54,9 @@ impl Credentials {
     }
 
     /// There is a token, which is not valid.
-    pub fn refuse(&mut self, reason: &str) {
+    pub fn refuse(&mut self, refusal: TokenRefusal) {
         self.token = Some(Token::default());
-        reason.clone_into(&mut self.refused);
+        self.refused = refusal;
     }
 }
 

@@ -284,7 +284,7 @@ impl Policy {
         verdict.map_err(|denial| match credentials {
             Some(credentials) if denial.refuses_token => Failure::InvalidToken {
                 policy: denial.policy,
-                reason: credentials.refused.clone(),
+                refusal: Box::new(credentials.refused.clone()),
             },
             _ => Failure::Denied { denial, id: None },
         })

@@ -18,6 +18,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use self::verified::Verified;
+use crate::error::TokenRefusal;
 use crate::http::credentials::{Credentials, bearer, field_value};
 use crate::http::view::RequestView;
 
@@ -101,7 +102,7 @@ impl Issuers {
                     credentials.set(&name, vec![value]);
                 }
             }
-            Err(reason) => credentials.refuse(reason),
+            Err(reason) => credentials.refuse(TokenRefusal::of_token(reason)),
         }
     }
 
@@ -115,10 +116,11 @@ impl Issuers {
         let mut values = vec![];
         let issuer = unverified_claims::<Issued>(token).map(|claims| claims.iss);
         let Some(issuer) = issuer else {
-            credentials.refuse("it is not a JWT with the claim iss");
+            let reason = "it is not a JWT with the claim iss";
+            credentials.refuse(TokenRefusal::of_token(reason));
             return values;
         };
-        credentials.refuse("no policy has its issuer");
+        credentials.refuse(TokenRefusal::of_policies("no policy has its issuer"));
         let of_issuer = self.verifiers.iter();
         for verifier in of_issuer.filter(|verifier| verifier.message.name == issuer) {
             let policies = verifier.policies.iter();
@@ -128,8 +130,8 @@ impl Issuers {
             }
             let claims = match verifier.verify(token) {
                 Ok(claims) => claims,
-                Err(reason) => {
-                    credentials.refused = reason;
+                Err(refusal) => {
+                    credentials.refused = refusal;
                     continue;
                 }
             };
@@ -163,11 +165,9 @@ impl Verifier {
         own.name == issuer.name && own.audiences == issuer.audiences && own.keys == issuer.keys
     }
 
-    fn verify(&self, token: &str) -> Result<Arc<Value>, String> {
-        let keys = self
-            .keys
-            .as_ref()
-            .ok_or("the keys of its issuer are unknown")?;
+    fn verify(&self, token: &str) -> Result<Arc<Value>, TokenRefusal> {
+        let unknown = || TokenRefusal::of_policies("the keys of its issuer are unknown");
+        let keys = self.keys.as_ref().ok_or_else(unknown)?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let now = now.map_or(u64::MAX, |elapsed| elapsed.as_secs());
         let verify = || keys.verify(token, &self.expected);
@@ -178,7 +178,20 @@ impl Verifier {
             if id.is_some_and(|id| !keys.contains(&id)) {
                 self.lacks_key.store(true, Ordering::Relaxed);
             }
-            refused.to_string()
+            let is_of_token = matches!(
+                refused,
+                Refused::Malformed
+                    | Refused::Symmetric
+                    | Refused::Critical
+                    | Refused::Expired
+                    | Refused::NotYetValid
+                    | Refused::Missing(_)
+            );
+            if is_of_token {
+                TokenRefusal::of_token(refused.to_string())
+            } else {
+                TokenRefusal::of_policies(refused.to_string())
+            }
         })
     }
 }

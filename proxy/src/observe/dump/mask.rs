@@ -7,16 +7,23 @@ use crate::route::session::is_token;
 const MASK: &str = "***";
 
 /// The ends of the names of fields with credentials, in lower case with hyphens.
-const CREDENTIALS: [&str; 11] = [
+const CREDENTIALS: [&str; 16] = [
     "access-key",
     "api-key",
     "apikey",
     "auth-key",
     "credential",
     "credentials",
+    // Of objects in S3 and Google Cloud Storage.
+    "customer-key",
+    "encryption-key",
+    "jwt",
     "jwt-assertion",
+    "passwd",
     "password",
     "secret",
+    // Browsers have no other field for the token of a WebSocket.
+    "sec-websocket-protocol",
     "subscription-key",
     "token",
 ];
@@ -175,6 +182,11 @@ mod tests {
             "X-Goog-Iap-Jwt-Assertion",
             "Ocp-Apim-Subscription-Key",
             "X-Client-Secret",
+            "Sec-WebSocket-Protocol",
+            "X-Goog-Encryption-Key",
+            "x-goog-copy-source-encryption-key",
+            "X-Amz-Server-Side-Encryption-Customer-Key",
+            "X-Jwt",
         ] {
             assert_eq!(masked(name, "Some value"), "***", "{name}");
         }

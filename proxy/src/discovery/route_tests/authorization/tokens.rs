@@ -141,6 +141,8 @@ fn invalid_tokens_get_401_and_missing_ones_what_the_rules_say() {
                 let challenge = "www-authenticate: Bearer error=\"invalid_token\"\r\n";
                 assert!(response.contains(challenge), "{response}");
                 assert!(!response.contains(POLICY), "{response}");
+                // Outsiders learn nothing of the policies.
+                assert!(!response.contains("\"shop\"") && !response.contains("issuer"));
             }
         }
         let requests = requests.borrow();
