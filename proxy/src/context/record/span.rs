@@ -118,7 +118,9 @@ impl ExchangeRecord {
         let is_added = flow.direction == Direction::Inbound && span.is_some();
         let metrics = &flow.worker.metrics;
         metrics.trace(flow.direction, is_added || parent.is_some());
-        let span = span?;
+        let Some(span) = span else {
+            return unsampled(flow, parent);
+        };
         let leaves = flow.direction == Direction::Outbound && backend.leaves_cluster();
         let traceparent = (!leaves).then(|| Box::new(span.started.own.traceparent()));
         self.span = Some(Box::new(span));
@@ -152,7 +154,8 @@ impl ExchangeRecord {
         let (worker, duration) = (&self.flow.worker, self.ended.started.elapsed());
         let trace_id = started.own.trace_id();
         let span = started.finish(name, kind, attributes, !error.is_empty(), duration);
-        worker.spans.add(span, &worker.metrics.spans);
+        let client = self.flow.holder();
+        worker.spans.add(span, client, &worker.metrics.spans);
         trace_id
     }
 
@@ -198,6 +201,15 @@ impl ExchangeRecord {
     }
 }
 
+/// The parent as the application gets it without a span of the proxy: the application does not sample
+/// what an unauthenticated client wants to have sampled. None: as it is.
+fn unsampled(flow: &Flow, parent: Option<SpanContext>) -> Option<Box<HeaderValue>> {
+    let is_untrusted = flow.caller == Caller::Unauthenticated;
+    let parent = parent.filter(|parent| is_untrusted && parent.sampled == Some(true))?;
+    let sampled = Some(false);
+    Some(Box::new(SpanContext { sampled, ..parent }.traceparent()))
+}
+
 /// The host and the port that the request names, or else the original destination.
 fn server(flow: &Flow, request: &RequestView<'_>) -> (String, u16) {
     let original = flow.original;
@@ -212,7 +224,12 @@ fn server(flow: &Flow, request: &RequestView<'_>) -> (String, u16) {
     }
 }
 
+/// At most [`MAX_TEXT_BYTES`] of text. A byte that is not of UTF-8 becomes three.
 fn bounded(bytes: &[u8]) -> String {
     let bytes = &bytes[..bytes.len().min(MAX_TEXT_BYTES)];
-    String::from_utf8_lossy(bytes).into_owned()
+    let mut text = String::from_utf8_lossy(bytes).into_owned();
+    while text.len() > MAX_TEXT_BYTES {
+        text.pop();
+    }
+    text
 }

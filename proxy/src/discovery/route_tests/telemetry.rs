@@ -476,6 +476,48 @@ fn without_a_span_and_to_outside_the_field_passes_untouched() {
 }
 
 #[test]
+fn unauthenticated_client_does_not_decide_that_the_application_samples() {
+    on_worker(async {
+        let (app, requests) = app("web").await;
+        let mesh = mesh(None, app).await;
+        let pod = traced(&mesh, app, tracing(0)).await;
+        let forwarded = || requests.borrow_mut().pop().unwrap();
+        let trace = |flags: &str| format!("00-{TRACE}-{SPAN}-{flags}\r\n");
+        get(pod.connect(None).await, "/", &sampled("01")).await;
+        let head = forwarded();
+        assert!(
+            head.contains(&trace("00")) && !head.contains(&trace("01")),
+            "{head}"
+        );
+        get(
+            pod.connect(None).await,
+            "/",
+            &format!("b3: {TRACE}-{SPAN}-1\r\n"),
+        )
+        .await;
+        assert!(forwarded().contains(&trace("00")));
+        // Others decide, and nothing is added without a parent.
+        get(pod.connect(Some("a")).await, "/", &sampled("01")).await;
+        let head = forwarded();
+        let continued = format!("00-{TRACE}-");
+        assert!(
+            head.contains(&continued) && head.contains("-01\r\n"),
+            "{head}"
+        );
+        get(pod.connect(None).await, "/", "").await;
+        assert!(!forwarded().contains("traceparent"));
+        // In HTTP/2, too.
+        let ((app, requests), mesh) = (app2("web").await, mesh);
+        let pod = traced(&mesh, app, tracing(0)).await;
+        let parent = format!("00-{TRACE}-{SPAN}-01");
+        let request = Request::get("http://web/").header("traceparent", parent);
+        pod.http2(None, request.body(()).unwrap()).await;
+        let head = requests.borrow()[0].clone();
+        assert!(head.contains(&format!("00-{TRACE}-{SPAN}-00")), "{head}");
+    });
+}
+
+#[test]
 fn requests_are_counted_by_their_traces_while_tracing_is_on() {
     on_worker(async {
         let (app, _) = app("web").await;
