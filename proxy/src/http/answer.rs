@@ -27,8 +27,10 @@ impl Answer {
 
     /// The body. Empty if a part of it is missing: a page that is cut off is of no use.
     pub fn whole_body(&self) -> Bytes {
-        let is_whole = self.missing.is_none();
-        is_whole.then(|| self.body.clone()).unwrap_or_default()
+        match self.missing {
+            None => self.body.clone(),
+            Some(_) => Bytes::new(),
+        }
     }
 }
 

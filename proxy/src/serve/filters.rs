@@ -60,7 +60,10 @@ pub async fn apply(
         Err(failure) => return Some(Err(failure.into())),
     };
     if record.flow.outside().is_some() || backend.external().is_some() {
-        let name = request.authority().and_then(name_of);
+        // The host that a route sets is that of its owner.
+        let host = request.authority();
+        let host = host.filter(|_| plan.request_edits(&[]).host.is_none());
+        let name = host.and_then(name_of);
         let flow = record.flow.clone();
         // Boxed: most requests stay in the cluster.
         let found = Box::pin(outside::find(&flow, name, backend, &mut permit));

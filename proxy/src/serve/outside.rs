@@ -37,11 +37,16 @@ pub async fn find(
     else {
         return Ok(None);
     };
+    let egress = flow.worker.policy().egress.clone();
     let name = match &host {
-        Some(to) => to.name.as_deref().map(str::to_owned),
+        Some(to) => {
+            if let (Some(egress), Some(name)) = (&egress, name) {
+                judge_host(flow, egress, to, name)?;
+            }
+            to.name.as_deref().map(str::to_owned)
+        }
         None => name,
     };
-    let egress = flow.worker.policy().egress.clone();
     let (mut is_allowed, mut denial) = (true, None);
     if let Some(egress) = egress {
         is_allowed = match &host {
@@ -65,6 +70,32 @@ pub async fn find(
         flow.worker.edges.add_destination(name.as_deref(), chosen);
     }
     Ok(denial)
+}
+
+/// Whether a request to a host outside may name this one. A server of several hosts would answer for
+/// another one than the policies allow (domain fronting).
+fn judge_host(flow: &Flow, egress: &Egress, to: &Outside, name: String) -> Result<(), Failure> {
+    let service = flow.destination.name();
+    let (namespace, service) = service.split_once('/').unwrap_or_default();
+    let own = flow.worker.tls.identity();
+    let domain = own
+        .as_ref()
+        .map_or("cluster.local", |own| own.trust_domain());
+    let is_service = name.strip_prefix(service).is_some_and(|rest| {
+        let rest = rest
+            .strip_suffix(domain)
+            .and_then(|rest| rest.strip_suffix('.'))
+            .unwrap_or(rest);
+        let rest = rest.strip_suffix(".svc").unwrap_or(rest);
+        rest.is_empty() || rest.strip_prefix('.') == Some(namespace)
+    });
+    if is_service || to.name.as_deref() == Some(&*name) {
+        return Ok(());
+    }
+    egress.judge(&Outside {
+        address: to.address,
+        name: Some(name.into()),
+    })
 }
 
 /// An address of the name, of the family that the application has chosen.

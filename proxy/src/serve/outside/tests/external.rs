@@ -559,6 +559,55 @@ fn no_host_leads_to_local_addresses_or_into_the_cluster() {
 }
 
 #[test]
+fn request_names_no_other_host_than_closed_egress_allows() {
+    on_worker(async {
+        let by_name = allow(&[HOST, "www.example.test"]);
+        let by_address = allow(&["45.51.100.0/24"]);
+        let is_found = async |policy: &Arc<Policy>, name: &str| {
+            let outside = Target {
+                place: Place::Outside,
+                ..Target::default()
+            };
+            let known = vec![("45.51.100.1", outside)];
+            let pod = pod_of_cluster(policy.clone(), known, None).await;
+            pod.set_addresses(&["45.51.100.1"]);
+            let to = BackendRef::External(host(80, None));
+            let mut backend = pod.worker.backend(&to).await;
+            let flow = pod.flow(pod.dialed.address, to_host(&host(80, None)));
+            let mut permit = flow.authorize_connection().unwrap();
+            let name = crate::egress::name_of(name.as_bytes());
+            let found = find(&flow, name, &mut backend, &mut permit).await;
+            found.map_err(|failure| failure.code().label())
+        };
+        for (name, is_allowed) in [
+            (HOST, true),
+            ("API.example.test.:80", true),
+            ("www.example.test", true),
+            ("web", true),
+            ("web.shop", true),
+            ("web.shop.svc", true),
+            ("web.shop.svc.cluster.local", true),
+            ("10.96.0.7:80", true),
+            ("evil.example.test", false),
+            ("web.shop.svc.evil.test", false),
+            ("web.other", false),
+            ("webs", false),
+        ] {
+            let found = is_found(&by_name, name).await;
+            let expected = if is_allowed {
+                Ok(None)
+            } else {
+                Err("egress-denied")
+            };
+            assert_eq!(found, expected, "{name}");
+            // Who may call the address may name any host, as without policies.
+            assert_eq!(is_found(&by_address, name).await, Ok(None), "{name}");
+            assert_eq!(is_found(&Arc::default(), name).await, Ok(None), "{name}");
+        }
+    });
+}
+
+#[test]
 fn closed_egress_has_to_allow_the_host() {
     on_worker(async {
         let outside = Target {
