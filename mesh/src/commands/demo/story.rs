@@ -2,7 +2,7 @@
 //! and the output of the two applications. Pure: the caller passes the time.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     time::{Duration, Instant},
 };
@@ -15,12 +15,13 @@ use diy_mesh_sandbox::protocol::{LogLine, PodView, Source};
 
 /// The container of the proxy, and the one that sets the redirect rules.
 pub const PROXY_CONTAINERS: [&str; 2] = ["proxy", "proxy-init"];
-/// The time in which the applications print what belongs to an exchange.
+/// The time in which silent applications print what belongs to an exchange.
 const SETTLE_TIME: Duration = Duration::from_millis(250);
-/// The time in which the other proxy of an exchange prints its dump.
-const PARTNER_TIMEOUT: Duration = Duration::from_secs(1);
+/// The time in which the other proxy of an exchange prints its dump, and applications print what
+/// belongs to it, on a slow machine too.
+const PARTNER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time in which an exchange follows the output of the application about it.
-const OUTPUT_TIMEOUT: Duration = Duration::from_secs(2);
+const OUTPUT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The end of a burst of lines.
 const QUIET_TIME: Duration = Duration::from_millis(30);
 /// The first words of what the sample applications print about an exchange.
@@ -76,6 +77,8 @@ pub struct Story {
     pods: BTreeMap<IpAddr, PodView>,
     exchanges: Vec<Pending<Exchange>>,
     outputs: Vec<Pending<Output>>,
+    /// The namespaces and names of pods whose applications print nothing about exchanges.
+    silent: BTreeSet<(String, String)>,
 }
 
 struct Pending<T> {
@@ -197,6 +200,9 @@ impl Story {
     }
 
     fn record_output(&mut self, source: Source, line: String, now: Instant) {
+        if starts_block(&line) {
+            self.silent.remove(&pod_of(&source));
+        }
         let last = self.outputs.iter_mut().rev();
         let mut last = last.filter(|pending| pending.value.source == source);
         match last.next() {
@@ -243,6 +249,8 @@ impl Story {
                 let began = pending.began;
                 exchange.caller_output = self.take_output(exchange.outbound.as_ref(), began);
                 exchange.callee_output = self.take_output(exchange.inbound.as_ref(), began);
+                self.record_silence(exchange.outbound.as_ref(), &exchange.caller_output);
+                self.record_silence(exchange.inbound.as_ref(), &exchange.callee_output);
                 (pending.began, Item::Exchange(Box::new(exchange)))
             })
             .collect();
@@ -252,6 +260,13 @@ impl Story {
         items.extend(due.map(|pending| (pending.began, Item::Output(pending.value))));
         items.sort_by_key(|(began, _)| *began);
         items.into_iter().map(|(_, item)| item).collect()
+    }
+
+    /// The next exchanges of a pod whose application has printed nothing do not wait for it.
+    fn record_silence(&mut self, proxy: Option<&ProxyDump>, output: &Option<Output>) {
+        if let (Some(proxy), None) = (proxy, output) {
+            self.silent.insert(pod_of(&proxy.source));
+        }
     }
 
     /// When an exchange is complete, or is printed without its other side.
@@ -273,8 +288,13 @@ impl Story {
             } => has_proxy(proxy.dump.peer.ip()),
             _ => false,
         };
+        let proxies = [&pending.value.outbound, &pending.value.inbound];
+        let lacks_output = proxies.into_iter().flatten().any(|proxy| {
+            let prints = !self.silent.contains(&pod_of(&proxy.source));
+            prints && self.find_output(proxy, pending.began).is_none()
+        });
         pending.updated
-            + if lacks_partner {
+            + if lacks_partner || lacks_output {
                 PARTNER_TIMEOUT
             } else {
                 SETTLE_TIME
@@ -284,11 +304,16 @@ impl Story {
     /// The output of the application beside this proxy about an exchange that was dumped at
     /// `dumped_at`.
     fn take_output(&mut self, proxy: Option<&ProxyDump>, dumped_at: Instant) -> Option<Output> {
-        let ProxyDump { source, dump, .. } = proxy?;
+        let index = self.find_output(proxy?, dumped_at)?;
+        Some(self.outputs.remove(index).value)
+    }
+
+    fn find_output(&self, proxy: &ProxyDump, dumped_at: Instant) -> Option<usize> {
+        let ProxyDump { source, dump, .. } = proxy;
         let duration = Duration::try_from_secs_f64(dump.duration_ms / 1000.0).ok()?;
         let start_line = |part: &Option<Part>| part.as_ref().map(|part| part.start_line.clone());
         let (request, response) = (start_line(&dump.request), start_line(&dump.response));
-        let index = self.outputs.iter().position(|pending| {
+        self.outputs.iter().position(|pending| {
             let output = &pending.value;
             let about = output.lines.get(1).map(String::as_str);
             pending.began + duration + SETTLE_TIME >= dumped_at
@@ -297,8 +322,7 @@ impl Story {
                 && starts_block(&output.lines[0])
                 && about.is_some()
                 && [request.as_deref(), response.as_deref(), dump.path()].contains(&about)
-        })?;
-        Some(self.outputs.remove(index).value)
+        })
     }
 }
 
@@ -321,6 +345,11 @@ fn contains(outer: &exchange::Exchange, inner: &exchange::Exchange) -> bool {
         && outer.opaque == inner.opaque
         && start_line(outer) == start_line(inner)
         && (-tolerance..=duration + tolerance).contains(&started.duration_since(began))
+}
+
+/// The namespace and the name of the pod of a container.
+fn pod_of(source: &Source) -> (String, String) {
+    (source.namespace.clone(), source.pod.clone())
 }
 
 /// When lines are printed without an exchange.

@@ -104,7 +104,7 @@ fn prints_first_exchange_as_block_and_the_next_as_line() {
                 .map(|item| screen.format(item, &story))
                 .collect::<String>(),
         );
-        now += Duration::from_secs(5);
+        now += Duration::from_secs(10);
         assert!(
             story
                 .take_complete(now)
@@ -182,7 +182,7 @@ fn failure_without_other_side_names_its_cause() {
     let (mut story, mut screen) = (story(), screen(Detail::Story, &[]));
     let now = Instant::now();
     story.record_line(line("web", "proxy", dump), now);
-    let items = story.take_complete(now + Duration::from_millis(250));
+    let items = story.take_complete(now + Duration::from_secs(5));
     let page = screen.format(&items[0], &story);
     let expected =
         "web -> cart  GET /items  502     1.2 ms  plaintext  connect-failed: 10.244.0.6 refuses\n";
@@ -247,16 +247,48 @@ fn exchange_that_the_proxy_of_the_callee_denied_failed() {
 }
 
 #[test]
+fn exchange_waits_for_the_late_output_of_an_application() {
+    let (mut story, start) = (story(), Instant::now());
+    let at = |milliseconds| start + Duration::from_millis(milliseconds);
+    story.record_line(line("cart", "proxy", inbound()), start);
+    story.record_line(line("web", "proxy", outbound()), start);
+    for text in ["Request #1", "GET /items HTTP/1.1"] {
+        story.record_line(line("cart", "cart", text), start);
+    }
+    assert!(story.take_complete(at(4900)).is_empty());
+    for text in ["Response #1", "HTTP/1.1 200 OK"] {
+        story.record_line(line("web", "web", text), at(4900));
+    }
+    let items = story.take_complete(at(4900));
+    let [Item::Exchange(exchange)] = &items[..] else {
+        panic!("{items:?}");
+    };
+    assert!(exchange.caller_output.is_some() && exchange.callee_output.is_some());
+}
+
+#[test]
+fn exchanges_of_silent_applications_wait_once() {
+    let (mut story, mut now) = (story(), Instant::now());
+    for wait in [Duration::from_secs(5), Duration::from_millis(250)] {
+        story.record_line(line("cart", "proxy", inbound()), now);
+        story.record_line(line("web", "proxy", outbound()), now);
+        assert!(story.take_complete(now + wait / 2).is_empty());
+        now += wait;
+        assert_eq!(story.take_complete(now).len(), 1);
+    }
+}
+
+#[test]
 fn dump_of_one_proxy_waits_for_the_other() {
     let mut story = story();
     let now = Instant::now();
     story.record_line(line("cart", "proxy", inbound()), now);
     assert!(
         story
-            .take_complete(now + Duration::from_millis(900))
+            .take_complete(now + Duration::from_millis(4900))
             .is_empty()
     );
-    let items = story.take_complete(now + Duration::from_secs(1));
+    let items = story.take_complete(now + Duration::from_secs(5));
     assert!(matches!(&items[..], [Item::Exchange(exchange)] if exchange.outbound.is_none()));
 }
 
