@@ -155,6 +155,12 @@ impl Authorization {
         self.enforced.judge(call)
     }
 
+    /// The denial of a request that no token changes: by a DENY rule without claims, or because no
+    /// ALLOW rule matches whatever the claims are.
+    pub fn judge_before_token(&self, call: &Call<'_>) -> Result<(), Denial> {
+        self.enforced.judge_before_token(call)
+    }
+
     /// Whether an ALLOW rule of egress names the host, at this port.
     pub fn names(&self, host: &str, port: u16) -> bool {
         self.enforced.names(host, port)

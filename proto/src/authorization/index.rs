@@ -45,8 +45,9 @@ struct Index {
     elements: Vec<u64>,
     /// Port, client and rule, in ascending order.
     entries: Vec<(u16, u64, usize)>,
-    /// Conditions on GET hold for HEAD as well: servers answer both alike.
-    reads_head: bool,
+    /// They deny, or ask an authorization server: conditions on GET hold for HEAD as well, which servers
+    /// answer alike.
+    denies: bool,
 }
 
 impl Rules {
@@ -57,8 +58,8 @@ impl Rules {
             is_plain_only: message.plain_paths,
             ..Rules::default()
         };
-        rules.deny.reads_head = true;
-        rules.external.reads_head = true;
+        rules.deny.denies = true;
+        rules.external.denies = true;
         let policies = message.policies.iter().enumerate();
         let policies = policies.filter(|(_, policy)| with_audit || !policy.audit);
         let set: Vec<&str> = policies
@@ -115,13 +116,21 @@ impl Rules {
                 ..Denial::of(policy)
             });
         }
-        let facts = Facts::new(call, self.is_plain_only);
+        self.judge_facts(&Facts::new(call, self.is_plain_only))
+    }
+
+    pub(super) fn judge_before_token(&self, call: &Call<'_>) -> Result<(), Denial> {
+        self.judge_facts(&Facts::before_token(call, self.is_plain_only))
+    }
+
+    fn judge_facts(&self, facts: &Facts<'_>) -> Result<(), Denial> {
+        let call = facts.call;
         // No authorization server is asked about a connection.
         let external = || match call.request {
-            None => self.external.first_match(&facts),
+            None => self.external.first_match(facts),
             Some(_) => None,
         };
-        if let Some(rule) = self.deny.first_match(&facts).or_else(external) {
+        if let Some(rule) = self.deny.first_match(facts).or_else(external) {
             return Err(Denial {
                 rule: Some(rule.position),
                 ..Denial::of(&rule.policy)
@@ -131,7 +140,7 @@ impl Rules {
             let default = self.denies_by_default.as_ref();
             return default.map_or(Ok(()), |policy| Err(Denial::of(policy)));
         };
-        self.allow.any_match(&facts).map_err(|nearest| Denial {
+        self.allow.any_match(facts).map_err(|nearest| Denial {
             nearest: nearest.map(|(rule, failed)| Nearest {
                 rule: rule.position,
                 failed,
@@ -194,7 +203,7 @@ impl Index {
             let is_known = (REVISION..=ISSUERS_REVISION).contains(&message.revision);
             let of_rule = self::ports(&message.ports).filter(|_| is_known);
             let is_known = of_rule.is_some();
-            let rule = Rule::compile(policy, position, message, is_known, set, self.reads_head);
+            let rule = Rule::compile(policy, position, message, is_known, set, self.denies);
             let clients = clients(&rule);
             for port in both(ports, &of_rule.unwrap_or_else(|| vec![ANY_PORT])) {
                 let entry = |client: &u64| (port, *client, self.rules.len());

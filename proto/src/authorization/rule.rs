@@ -61,6 +61,8 @@ impl Condition {
 pub(super) struct Facts<'a> {
     pub(super) call: &'a Call<'a>,
     is_plain_only: bool,
+    /// The token is not verified yet.
+    is_before_token: bool,
     readings: OnceCell<Readings<'a>>,
     fields: OnceCell<Fields>,
 }
@@ -70,8 +72,17 @@ impl<'a> Facts<'a> {
         Self {
             call,
             is_plain_only,
+            is_before_token: false,
             readings: OnceCell::new(),
             fields: OnceCell::new(),
+        }
+    }
+
+    /// The same for a request whose token is not verified yet.
+    pub(super) fn before_token(call: &'a Call<'a>, is_plain_only: bool) -> Self {
+        Self {
+            is_before_token: true,
+            ..Self::new(call, is_plain_only)
         }
     }
 
@@ -141,8 +152,8 @@ pub(super) struct Rule {
 #[derive(Debug)]
 struct RequestCondition {
     methods: Vec<Box<[u8]>>,
-    /// GET includes HEAD.
-    reads_head: bool,
+    /// The rule denies, or asks an authorization server.
+    denies: bool,
     paths: Paths,
     hosts: Vec<Option<HostPattern>>,
     headers: Vec<Option<FieldCondition>>,
@@ -151,14 +162,14 @@ struct RequestCondition {
 
 impl Rule {
     /// Compiles a rule. If it is not known, its conditions do not matter. `set` are the fields that
-    /// applications get from the proxy. With `reads_head`, conditions on GET hold for HEAD as well.
+    /// applications get from the proxy. `denies`: what may match does.
     pub(super) fn compile(
         policy: &Arc<str>,
         position: usize,
         message: &proto::AuthorizationRule,
         is_known: bool,
         set: &[&str],
-        reads_head: bool,
+        denies: bool,
     ) -> Rule {
         let mut rule = Rule {
             policy: policy.clone(),
@@ -173,7 +184,7 @@ impl Rule {
             rule.sources = sources.map(|list| known(&list.sources, Source::parse));
             rule.not_sources = known(&message.not_sources, Source::parse);
             let requests = message.requests.iter();
-            let requests = requests.map(|one| RequestCondition::compile(one, set, reads_head));
+            let requests = requests.map(|one| RequestCondition::compile(one, set, denies));
             rule.requests = requests.collect();
         }
         rule
@@ -232,7 +243,7 @@ impl Rule {
 }
 
 impl RequestCondition {
-    fn compile(message: &proto::RequestMatch, set: &[&str], reads_head: bool) -> RequestCondition {
+    fn compile(message: &proto::RequestMatch, set: &[&str], denies: bool) -> RequestCondition {
         let methods = message.methods.iter();
         let mut headers = known(&message.headers, FieldCondition::parse);
         for header in &mut headers {
@@ -240,7 +251,7 @@ impl RequestCondition {
         }
         RequestCondition {
             methods: methods.map(|method| method.as_bytes().into()).collect(),
-            reads_head,
+            denies,
             paths: Paths::compile(&message.paths),
             hosts: known(&message.hosts, |host| HostPattern::parse(host)),
             headers,
@@ -251,8 +262,7 @@ impl RequestCondition {
     fn judge(&self, request: &dyn Request, facts: &Facts<'_>, policy: &Arc<str>) -> Verdict {
         Verdict::of(Condition::Paths, self.judge_path(facts))
             .and(|| {
-                let methods =
-                    fields::judge_method(&self.methods, request.method(), self.reads_head);
+                let methods = fields::judge_method(&self.methods, request.method(), self.denies);
                 Verdict::of(Condition::Methods, methods)
             })
             .and(|| Verdict::of(Condition::Hosts, fields::judge_hosts(&self.hosts, request)))
@@ -261,7 +271,11 @@ impl RequestCondition {
                 Verdict::of(Condition::Headers, headers)
             })
             .and(|| {
-                let claims = claims::judge(&self.claims, facts.call.token, policy);
+                let claims = match facts.is_before_token && !self.claims.is_empty() {
+                    // The token decides.
+                    true => (!self.denies).into(),
+                    false => claims::judge(&self.claims, facts.call.token, policy),
+                };
                 Verdict::of(Condition::Claims, claims)
             })
     }

@@ -187,6 +187,21 @@ impl Flow {
         address.filter(|_| self.direction == Direction::Outbound)
     }
 
+    /// Refuses a request that no token changes. Returns the permit if there are no tokens to verify.
+    pub fn authorize_before_token(
+        &self,
+        request: &RequestView<'_>,
+    ) -> Result<Option<Permit>, Failure> {
+        let policy = self.worker.policy();
+        let permit = policy.authorize_before_token(self.client(), request);
+        permit.map_err(|failure| self.conceal(failure))
+    }
+
+    /// Verifies the token of a request.
+    pub fn verify(&self, credentials: &mut Credentials) {
+        self.worker.policy().verify(self.client(), credentials);
+    }
+
     /// Whether the request may be forwarded to the application.
     pub fn authorize_request(
         &self,
@@ -247,7 +262,10 @@ impl Flow {
         if let Some(outside) = &allowed.outside {
             policy.judge_outside(outside)?;
         }
-        let credentials = request.and_then(|request| policy.credentials(client, request));
+        let mut credentials = request.and_then(|request| policy.credentials(client, request));
+        if let Some(credentials) = &mut credentials {
+            policy.verify(client, credentials);
+        }
         let credentials = credentials.as_deref();
         let verdict = policy.judge(client, request, credentials);
         verdict.map_err(|failure| self.conceal(failure))?;

@@ -17,7 +17,9 @@ const SCHEME: &str = "bearer";
 /// What a request brings along.
 #[derive(Debug, Default)]
 pub struct Credentials {
-    /// Its token. None: it has none.
+    /// The token as it was sent, until it is verified, or why there is not one token.
+    pub sent: Option<Result<String, &'static str>>,
+    /// Its token. None: it has none, or it is not verified yet.
     pub token: Option<Token>,
     /// Why the token is not valid.
     pub refused: TokenRefusal,

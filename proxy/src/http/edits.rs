@@ -8,6 +8,7 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use super::credentials::PolicyField;
 use super::fields::FieldEdit;
 use super::trace_context::TRACEPARENT;
+use super::view::{self, Head};
 
 const X_CALLED_BY: HeaderName = HeaderName::from_static(CALLED_BY);
 
@@ -51,6 +52,32 @@ pub struct Edits<'a> {
     pub host: Option<&'a str>,
     /// The new target.
     pub target: Option<&'a [u8]>,
+}
+
+/// A head with its changes, for what is judged before they are made.
+pub struct Edited<'a> {
+    /// As it was sent.
+    pub head: &'a dyn Head,
+    /// The changes.
+    pub edits: Edits<'a>,
+}
+
+impl view::Fields for Edited<'_> {
+    fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
+        self.head.visit(&mut |name, value| {
+            if let Some(value) = self.edits.value(name, value) {
+                each(name, value);
+            }
+        });
+        let appended = self.edits.appended();
+        appended.for_each(|(name, value)| each(name, value));
+    }
+}
+
+impl Head for Edited<'_> {
+    fn authority(&self) -> Option<&[u8]> {
+        self.head.authority()
+    }
 }
 
 impl<'a> Edits<'a> {

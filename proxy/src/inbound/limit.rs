@@ -5,12 +5,15 @@
 
 use crate::error::{Exceeded, Failure, Scope};
 use std::collections::HashMap;
+use std::hash::Hash;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use diy_mesh_model::identity::Identity;
 use diy_mesh_model::ports::PortSet;
+use diy_mesh_runtime::admission::network;
 
 use crate::route::matching::{MatchInput, Matches};
 
@@ -52,32 +55,66 @@ pub struct RateLimit {
     pub buckets: Arc<Buckets>,
 }
 
+/// The client of a request.
+#[derive(Clone, Copy, Debug)]
+pub enum By<'a> {
+    /// It has authenticated.
+    Identity(&'a Identity),
+    /// It has not.
+    Address(IpAddr),
+}
+
+/// When a request takes the token of a limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// Before its token is verified: limits of a caller, which protect verification.
+    BeforeToken,
+    /// When the policies allow it: the others.
+    Allowed,
+}
+
+/// The limits whose tokens a request has taken.
+#[derive(Debug, Default)]
+pub struct Taken(Vec<Arc<RateLimit>>);
+
+impl Taken {
+    /// Puts the tokens of limits that all callers share back: the application does not get the request.
+    pub fn put_back_shared(self) {
+        let shared = self.0.iter().filter(|limit| limit.scope == Scope::Service);
+        shared.for_each(|limit| limit.buckets.shared.put_back(limit.rate));
+    }
+}
+
 impl RateLimits {
-    /// Takes a token of every limit for a request to `port`, or of none.
+    /// Takes a token of every limit of a stage for a request to `port`, or of none. `set` are the
+    /// fields that applications get from tokens.
     pub fn take(
         &self,
+        stage: Stage,
+        set: &[Arc<str>],
         port: u16,
-        caller: Option<&Identity>,
+        caller: By<'_>,
         request: &MatchInput<'_>,
         now: Instant,
-    ) -> Result<(), Failure> {
-        let mut taken = Vec::new();
-        for limit in self.0.iter().filter(|limit| limit.ports.contains(port)) {
+    ) -> Result<Taken, Failure> {
+        let mut taken = Taken::default();
+        let limits = self.0.iter().filter(|limit| limit.ports.contains(port));
+        for limit in limits.filter(|limit| limit.stage(set) == stage) {
             let refused = match limit.matches.holds(request) {
                 Ok(false) => continue,
                 Ok(true) => limit.take(caller, now).err().map(Failure::RateLimited),
                 Err(part) => Some(Failure::TooLargeToMatch(part)),
             };
             if let Some(refused) = refused {
-                let put_back = |limit: &RateLimit| {
+                let put_back = |limit: Arc<RateLimit>| {
                     limit.buckets.put_back(limit.scope, caller, limit.rate);
                 };
-                taken.into_iter().for_each(put_back);
+                taken.0.into_iter().for_each(put_back);
                 return Err(refused);
             }
-            taken.push(&**limit);
+            taken.0.push(limit.clone());
         }
-        Ok(())
+        Ok(taken)
     }
 
     /// The buckets of an earlier version of a limit, the `nth` one of this name, or new ones.
@@ -93,8 +130,17 @@ impl RateLimits {
 }
 
 impl RateLimit {
+    /// Limits of a caller come before tokens, unless they match what a token sets.
+    fn stage(&self, set: &[Arc<str>]) -> Stage {
+        if self.scope == Scope::Caller && !self.matches.reads_field(set) {
+            Stage::BeforeToken
+        } else {
+            Stage::Allowed
+        }
+    }
+
     /// Takes a token for a request that the limit counts.
-    fn take(&self, caller: Option<&Identity>, now: Instant) -> Result<(), Exceeded> {
+    fn take(&self, caller: By<'_>, now: Instant) -> Result<(), Exceeded> {
         let taken = self.buckets.take(self.scope, caller, self.rate, now);
         taken.map_err(|retry_after| Exceeded {
             name: self.name.clone(),
@@ -164,13 +210,31 @@ impl Bucket {
 #[derive(Debug)]
 pub struct Buckets {
     epoch: Instant,
-    /// Of all callers, or of the clients without identity.
+    /// Of all callers together.
     shared: Bucket,
-    callers: RwLock<HashMap<Identity, Bucket>>,
+    callers: Table<Identity>,
+    /// Of clients without identity.
+    addresses: Table<IpAddr>,
+}
+
+/// The buckets of callers.
+#[derive(Debug)]
+struct Table<K> {
+    buckets: RwLock<HashMap<K, Bucket>>,
     /// Of the callers above [`MAX_CALLERS`].
     others: Bucket,
     /// Until then, all of [`MAX_CALLERS`] have tokens to gain.
     crowded_until: AtomicU64,
+}
+
+impl<K> Default for Table<K> {
+    fn default() -> Self {
+        Self {
+            buckets: RwLock::default(),
+            others: Bucket::default(),
+            crowded_until: AtomicU64::default(),
+        }
+    }
 }
 
 impl Buckets {
@@ -179,25 +243,33 @@ impl Buckets {
         Self {
             epoch: now,
             shared: Bucket::default(),
-            callers: RwLock::default(),
-            others: Bucket::default(),
-            crowded_until: AtomicU64::default(),
+            callers: Table::default(),
+            addresses: Table::default(),
         }
     }
 
-    fn take(
-        &self,
-        scope: Scope,
-        caller: Option<&Identity>,
-        rate: Rate,
-        now: Instant,
-    ) -> Result<(), Duration> {
+    fn take(&self, scope: Scope, caller: By<'_>, rate: Rate, now: Instant) -> Result<(), Duration> {
         let now = now.saturating_duration_since(self.epoch).as_nanos();
         let now = u64::try_from(now).map_or(MAX_NANOS, |now| now.min(MAX_NANOS));
-        let (Scope::Caller, Some(caller)) = (scope, caller) else {
-            return self.shared.take(rate, now);
-        };
-        let known = self.callers.read().unwrap_or_else(PoisonError::into_inner);
+        match (scope, caller) {
+            (Scope::Service, _) => self.shared.take(rate, now),
+            (Scope::Caller, By::Identity(identity)) => self.callers.take(identity, rate, now),
+            (Scope::Caller, By::Address(ip)) => self.addresses.take(&network(ip), rate, now),
+        }
+    }
+
+    fn put_back(&self, scope: Scope, caller: By<'_>, rate: Rate) {
+        match (scope, caller) {
+            (Scope::Service, _) => self.shared.put_back(rate),
+            (Scope::Caller, By::Identity(identity)) => self.callers.put_back(identity, rate),
+            (Scope::Caller, By::Address(ip)) => self.addresses.put_back(&network(ip), rate),
+        }
+    }
+}
+
+impl<K: Clone + Eq + Hash> Table<K> {
+    fn take(&self, caller: &K, rate: Rate, now: u64) -> Result<(), Duration> {
+        let known = self.buckets.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(bucket) = known.get(caller) {
             return bucket.take(rate, now);
         }
@@ -205,25 +277,22 @@ impl Buckets {
         if now < self.crowded_until.load(Ordering::Relaxed) {
             return self.others.take(rate, now);
         }
-        let mut callers = self.callers.write().unwrap_or_else(PoisonError::into_inner);
-        if callers.len() >= MAX_CALLERS && !callers.contains_key(caller) {
+        let mut buckets = self.buckets.write().unwrap_or_else(PoisonError::into_inner);
+        if buckets.len() >= MAX_CALLERS && !buckets.contains_key(caller) {
             // Only full buckets: a caller that comes back gets no more tokens than before.
-            callers.retain(|_, bucket| !bucket.is_full(now));
-            if callers.len() >= MAX_CALLERS {
+            buckets.retain(|_, bucket| !bucket.is_full(now));
+            if buckets.len() >= MAX_CALLERS {
                 let until = now + SWEEP_INTERVAL;
                 self.crowded_until.store(until, Ordering::Relaxed);
                 return self.others.take(rate, now);
             }
         }
-        callers.entry(caller.clone()).or_default().take(rate, now)
+        buckets.entry(caller.clone()).or_default().take(rate, now)
     }
 
-    fn put_back(&self, scope: Scope, caller: Option<&Identity>, rate: Rate) {
-        let (Scope::Caller, Some(caller)) = (scope, caller) else {
-            return self.shared.put_back(rate);
-        };
-        let callers = self.callers.read().unwrap_or_else(PoisonError::into_inner);
-        callers.get(caller).unwrap_or(&self.others).put_back(rate);
+    fn put_back(&self, caller: &K, rate: Rate) {
+        let buckets = self.buckets.read().unwrap_or_else(PoisonError::into_inner);
+        buckets.get(caller).unwrap_or(&self.others).put_back(rate);
     }
 }
 
@@ -249,6 +318,22 @@ mod tests {
         })
     }
 
+    impl RateLimits {
+        /// Both stages of a request.
+        fn count(
+            &self,
+            port: u16,
+            caller: Option<&Identity>,
+            request: &MatchInput<'_>,
+            now: Instant,
+        ) -> Result<(), Failure> {
+            let caller = caller.map_or(By::Address([10, 0, 0, 1].into()), By::Identity);
+            let take = |stage| self.take(stage, &[], port, caller, request, now);
+            take(Stage::BeforeToken)?;
+            take(Stage::Allowed).map(drop)
+        }
+    }
+
     fn get(target: &str) -> MatchInput<'_> {
         MatchInput::new(request("GET", target))
     }
@@ -266,7 +351,7 @@ mod tests {
         let get = get("/");
         let mut taken = 0;
         loop {
-            match limits.take(80, caller, &get, now) {
+            match limits.count(80, caller, &get, now) {
                 Ok(()) => taken += 1,
                 Err(failure) => return (taken, failure.retry_after().expect("exceeded")),
             }
@@ -314,13 +399,13 @@ mod tests {
             let limits = one(Scope::Service, Rate::new(requests, window, burst, replicas));
             for now in [start, start + 1000 * day] {
                 let get = get("/");
-                let _ = limits.take(80, None, &get, now);
+                let _ = limits.count(80, None, &get, now);
             }
         }
     }
 
     #[test]
-    fn callers_have_buckets_of_their_own_and_clients_without_identity_share_one() {
+    fn callers_and_addresses_without_identity_have_buckets_of_their_own() {
         let limits = one(Scope::Caller, Rate::new(5, SECOND, 5, 1));
         let now = Instant::now();
         for number in 0..3 {
@@ -330,6 +415,57 @@ mod tests {
         for who in [Some(&caller(1)), None] {
             assert_eq!(drain(&limits, who, now).0, 0);
         }
+        let take = |address: &str| {
+            let caller = By::Address(address.parse().unwrap());
+            let get = get("/");
+            limits
+                .take(Stage::BeforeToken, &[], 80, caller, &get, now)
+                .is_ok()
+        };
+        assert!(take("10.0.0.2") && !take("::ffff:10.0.0.1"));
+        // A network of IPv6 is one client.
+        assert!((0..5).all(|last| take(&format!("fd00::{last}"))) && !take("fd00::5"));
+        // Floods of addresses take nothing of identities.
+        for number in 0..2 * MAX_CALLERS as u32 {
+            take(&std::net::Ipv4Addr::from_bits(number).to_string());
+        }
+        assert_eq!(drain(&limits, Some(&caller(7)), now).0, 5);
+    }
+
+    #[test]
+    fn limits_of_callers_come_first_unless_they_match_what_a_token_sets() {
+        let [caller, service] = [Scope::Caller, Scope::Service].map(|scope| {
+            let limit = by_field("a", "1", 1);
+            RateLimit {
+                scope,
+                ..Arc::try_unwrap(limit).unwrap()
+            }
+        });
+        let set: Arc<str> = "X_A".into();
+        assert_eq!(caller.stage(&["x-b".into()]), Stage::BeforeToken);
+        assert_eq!(caller.stage(&[set]), Stage::Allowed);
+        assert_eq!(service.stage(&[]), Stage::Allowed);
+    }
+
+    #[test]
+    fn later_refusal_puts_the_tokens_of_the_service_back_and_none_of_the_caller() {
+        let none = RateLimits::default();
+        let rate = Rate::new(1, SECOND, 1, 1);
+        let limits = RateLimits(vec![
+            limit("a", Scope::Caller, rate, &none),
+            limit("b", Scope::Service, rate, &none),
+        ]);
+        let (now, get) = (Instant::now(), get("/"));
+        let take = |stage, number| {
+            let caller = caller(number);
+            limits.take(stage, &[], 80, By::Identity(&caller), &get, now)
+        };
+        let taken = [0, 1].map(|number| take(Stage::BeforeToken, number).unwrap());
+        taken.into_iter().for_each(Taken::put_back_shared);
+        assert!(take(Stage::BeforeToken, 0).is_err());
+        take(Stage::Allowed, 0).unwrap().put_back_shared();
+        assert!(take(Stage::Allowed, 1).is_ok());
+        assert!(take(Stage::Allowed, 0).is_err());
     }
 
     #[test]
@@ -339,9 +475,9 @@ mod tests {
         let get = get("/");
         assert_eq!(drain(&limits, Some(&caller(0)), start).0, 2);
         for number in 1..2 * MAX_CALLERS {
-            let _ = limits.take(80, Some(&caller(number)), &get, start);
+            let _ = limits.count(80, Some(&caller(number)), &get, start);
         }
-        let len = || limits.0[0].buckets.callers.read().unwrap().len();
+        let len = || limits.0[0].buckets.callers.buckets.read().unwrap().len();
         assert_eq!(len(), MAX_CALLERS);
         assert_eq!(drain(&limits, Some(&caller(0)), start).0, 0);
         // Those above the bound share a bucket, which is empty by now.
@@ -350,7 +486,7 @@ mod tests {
         let later = start + 6 * SECOND;
         assert!(
             limits
-                .take(80, Some(&caller(5 * MAX_CALLERS)), &get, later)
+                .count(80, Some(&caller(5 * MAX_CALLERS)), &get, later)
                 .is_ok()
         );
         assert_eq!(len(), 2);
@@ -391,14 +527,14 @@ mod tests {
         let none = RateLimits::default();
         let rate = |requests| Rate::new(requests, SECOND, requests, 1);
         let mut limits = RateLimits(vec![
-            limit("a", Scope::Caller, rate(3), &none),
+            limit("a", Scope::Service, rate(3), &none),
             limit("b", Scope::Service, rate(1), &none),
         ]);
         let now = Instant::now();
         let (web, get) = (caller(0), get("/"));
-        assert!(limits.take(80, Some(&web), &get, now).is_ok());
+        assert!(limits.count(80, Some(&web), &get, now).is_ok());
         for _ in 0..10 {
-            let refused = limits.take(80, Some(&web), &get, now);
+            let refused = limits.count(80, Some(&web), &get, now);
             let Err(Failure::RateLimited(exceeded)) = refused else {
                 panic!("{refused:?}");
             };
@@ -437,7 +573,7 @@ mod tests {
                 head: &head,
                 ..request("GET", "/")
             });
-            assert_eq!(limits.take(80, None, &input, now).is_ok(), is_taken);
+            assert_eq!(limits.count(80, None, &input, now).is_ok(), is_taken);
             assert_eq!(input.judged(), 8);
         }
     }
@@ -460,12 +596,12 @@ mod tests {
                 head: &large,
                 ..request("GET", "/")
             });
-            let refused = limits.take(80, None, &input, now);
+            let refused = limits.count(80, None, &input, now);
             let is_fields =
                 |failure| matches!(failure, Failure::TooLargeToMatch(RequestPart::Fields));
             assert!(refused.is_err_and(is_fields));
         }
-        assert!(limits.take(80, None, &get("/"), now).is_ok());
+        assert!(limits.count(80, None, &get("/"), now).is_ok());
     }
 
     #[test]
@@ -485,7 +621,7 @@ mod tests {
             .unwrap()
         })]);
         let now = Instant::now();
-        let take = |port, path| limits.take(port, None, &get(path), now).is_ok();
+        let take = |port, path| limits.count(port, None, &get(path), now).is_ok();
         assert!(take(80, "/a/b") && !take(81, "/a"));
         assert!(take(82, "/a") && take(80, "/b"));
     }

@@ -14,7 +14,7 @@ use diy_mesh_proto::telemetry::Telemetry;
 
 use crate::egress::{Egress, Outside};
 use crate::error::Failure;
-use crate::http::credentials::{Credentials, PolicyFields};
+use crate::http::credentials::{Credentials, PolicyFields, bearer};
 use crate::http::view::RequestView;
 use crate::inbound::external::{Asking, Authorizer, RouteAuthorizers};
 use crate::inbound::limit::RateLimits;
@@ -199,7 +199,8 @@ impl Policy {
         Ok(Permit::GRANTED)
     }
 
-    /// What the policies read from a request, and set in it. None: nothing.
+    /// What the policies read from a request, and set in it. None: nothing. Its token is not verified
+    /// yet.
     pub fn credentials(
         &self,
         client: Client<'_>,
@@ -210,10 +211,19 @@ impl Policy {
             return None;
         }
         let mut credentials = Box::new(Credentials::new(&policies.fields));
-        if let Some(issuers) = &policies.issuers {
-            issuers.read(client.port, request, &mut credentials);
+        if policies.issuers.is_some() {
+            let sent = bearer(request).map(|token| token.map(str::to_owned));
+            credentials.sent = sent.transpose();
         }
         Some(credentials)
+    }
+
+    /// Verifies the token of a request.
+    pub fn verify(&self, client: Client<'_>, credentials: &mut Credentials) {
+        let policies = self.policies_for(client);
+        if let Some(issuers) = policies.and_then(|policies| policies.issuers.as_ref()) {
+            issuers.read(client.port, credentials);
+        }
     }
 
     /// The fields that the application gets from policies, and none of a client.
@@ -245,6 +255,32 @@ impl Policy {
         Ok(authorizers)
     }
 
+    /// Refuses a request that no token changes. Returns whether there are no tokens to verify: then the
+    /// policies allow the request.
+    pub fn authorize_before_token(
+        &self,
+        client: Client<'_>,
+        request: &RequestView<'_>,
+    ) -> Result<Option<Permit>, Failure> {
+        let policies = self.policies_for(client);
+        let Some(policies) = policies.filter(|policies| policies.issuers.is_some()) else {
+            return self.authorize_request(client, request, None).map(Some);
+        };
+        self.accept_request(client, request)?;
+        let call = client.call(Some(request), None);
+        let verdict = policies.authorization.judge_before_token(&call);
+        verdict.map_err(|denial| Failure::Denied { denial, id: None })?;
+        Ok(None)
+    }
+
+    fn accept_request(&self, client: Client<'_>, request: &RequestView<'_>) -> Result<(), Failure> {
+        self.accept(client)?;
+        if *client.caller != Caller::App && !self.allow_connect && request.is_connect() {
+            return Err(Failure::ConnectNotAllowed);
+        }
+        Ok(())
+    }
+
     /// Whether the request may be forwarded to the application.
     pub fn authorize_request(
         &self,
@@ -252,10 +288,7 @@ impl Policy {
         request: &RequestView<'_>,
         credentials: Option<&Credentials>,
     ) -> Result<Permit, Failure> {
-        self.accept(client)?;
-        if *client.caller != Caller::App && !self.allow_connect && request.is_connect() {
-            return Err(Failure::ConnectNotAllowed);
-        }
+        self.accept_request(client, request)?;
         self.judge(client, Some(request), credentials)?;
         Ok(Permit::GRANTED)
     }

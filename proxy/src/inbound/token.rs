@@ -19,8 +19,7 @@ use serde_json::Value;
 
 use self::verified::Verified;
 use crate::error::TokenRefusal;
-use crate::http::credentials::{Credentials, bearer, field_value};
-use crate::http::view::RequestView;
+use crate::http::credentials::{Credentials, field_value};
 
 /// The tolerated difference to the clock of an issuer, in seconds.
 const LEEWAY: u64 = 60;
@@ -91,18 +90,18 @@ impl Issuers {
         names
     }
 
-    /// Reads the credentials of a request at a port.
-    pub fn read(&self, port: u16, request: &RequestView<'_>, credentials: &mut Credentials) {
-        match bearer(request) {
-            Ok(None) => {}
-            Ok(Some(token)) => {
-                let values = self.verify(token, port.into(), credentials);
+    /// Verifies the token of a request at a port.
+    pub fn read(&self, port: u16, credentials: &mut Credentials) {
+        match credentials.sent.take() {
+            None => {}
+            Some(Ok(token)) => {
+                let values = self.verify(&token, port.into(), credentials);
                 // The first policy wins.
                 for (name, value) in values.into_iter().rev() {
                     credentials.set(&name, vec![value]);
                 }
             }
-            Err(reason) => credentials.refuse(TokenRefusal::of_token(reason)),
+            Some(Err(reason)) => credentials.refuse(TokenRefusal::of_token(reason)),
         }
     }
 

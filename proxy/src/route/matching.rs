@@ -10,7 +10,9 @@ use std::borrow::Cow;
 use std::cell::{Cell, OnceCell};
 use std::cmp::Ordering;
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 
+use diy_mesh_proto::field::is_same_name;
 use diy_mesh_proto::pattern::Pattern;
 pub use diy_mesh_proto::route::{FieldMatch, Match, PathMatch, ValueMatch};
 
@@ -205,6 +207,15 @@ impl Matches {
     pub fn new(matches: Vec<Match>) -> Self {
         let index = Index::new(&matches);
         Self { matches, index }
+    }
+
+    /// Whether a match is about a field with one of these names.
+    pub fn reads_field(&self, names: &[Arc<str>]) -> bool {
+        let mut fields = self.matches.iter().flat_map(|one| &one.headers);
+        fields.any(|field| {
+            let is_name = |name: &Arc<str>| is_same_name(name.as_bytes(), field.name.as_bytes());
+            names.iter().any(is_name)
+        })
     }
 
     /// The first match of a request. Fails if a part of it is too large for the expressions.

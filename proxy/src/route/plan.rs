@@ -198,6 +198,12 @@ impl Plan {
         }
     }
 
+    /// Whether the request has a token, of which the application may get claims.
+    pub fn has_token(&self) -> bool {
+        let credentials = self.credentials.as_ref();
+        credentials.is_some_and(|credentials| credentials.token.is_some())
+    }
+
     /// The changes of the request's head: `own`, those of the mesh, then those of the rule.
     pub fn request_edits<'a>(&'a self, own: &'a [MeshField<'a>]) -> Edits<'a> {
         let credentials = self.credentials.as_ref();

@@ -1,7 +1,8 @@
-//! The steps between the plan of a request and its first attempt, in this order: authorization by the
-//! policies of the pod, then by the authorization servers that they name, or that routes to the pod
-//! name, rate limits, faults. Authorization and limits protect the pod's application: they apply
-//! inbound. Faults test its callers: routes draw them, and only outbound requests have routes.
+//! The steps between the plan of a request and its first attempt, in this order: policies of the pod
+//! that need no token, rate limits of the caller, the token, the other policies, rate limits of the
+//! Service, the authorization servers that policies or routes to the pod name, faults. Authorization
+//! and limits protect the pod's application: they apply inbound. Faults test its callers: routes draw
+//! them, and only outbound requests have routes.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -11,12 +12,13 @@ use std::time::Instant;
 
 use bytes::Bytes;
 
-use crate::context::flow::Allowed;
+use crate::context::flow::{Allowed, Flow};
 use crate::context::record::ExchangeRecord;
 use crate::egress::name_of;
 use crate::error::Failure;
-use crate::http::credentials::Credentials;
+use crate::http::edits::{Edited, Edits};
 use crate::http::view::RequestView;
+use crate::inbound::limit::{By, Stage, Taken};
 use crate::inbound::policy::Permit;
 use crate::limits::deadline::Deadline;
 use crate::route::fault::{FaultKind, Injection};
@@ -50,13 +52,8 @@ pub async fn apply(
     allowed: &mut Allowed,
     client: &mut impl Client,
 ) -> Option<Result<Permit, Answer>> {
-    let credentials = plan.credentials.as_deref();
-    let mut permit = match record.flow.authorize_request(request, credentials) {
-        Ok(permit) => permit,
-        Err(failure) => return Some(Err(failure.into())),
-    };
-    allowed.authorizers = match record.flow.authorizers(request, credentials) {
-        Ok(authorizers) => authorizers,
+    let (mut permit, taken) = match authorize(plan, request, record, allowed) {
+        Ok(authorized) => authorized,
         Err(failure) => return Some(Err(failure.into())),
     };
     if record.flow.outside().is_some() || backend.external().is_some() {
@@ -90,11 +87,18 @@ pub async fn apply(
                 record.cut_off("the client closed");
                 return None;
             }
-            Err(failure) => return Some(Err(failure.into())),
+            Err(failure) => {
+                taken.put_back_shared();
+                return Some(Err(failure.into()));
+            }
         }
     }
-    if let Err(failure) = count(record, request, plan.credentials.as_deref()) {
-        return Some(Err(failure.into()));
+    record.allowed(request);
+    if let Some(denial) = record
+        .flow
+        .audit(Some(request), plan.credentials.as_deref())
+    {
+        record.would_deny(&denial);
     }
     if !plan.faults.is_empty() {
         let faults = std::mem::take(&mut plan.faults);
@@ -107,26 +111,54 @@ pub async fn apply(
     Some(plan.answer.take().map_or(Ok(permit), Err))
 }
 
-/// Records an authorized request, and takes a token of each rate limit that counts it.
-fn count(
-    record: &mut ExchangeRecord,
+/// Authorizes a request by the policies of the pod and its limits: first what needs no token, then the
+/// limits of the caller, which protect the verification of tokens and the authorization servers.
+fn authorize(
+    plan: &mut Plan,
     request: &RequestView<'_>,
-    credentials: Option<&Credentials>,
-) -> Result<(), Failure> {
-    record.allowed(request);
-    if let Some(denial) = record.flow.audit(Some(request), credentials) {
-        record.would_deny(&denial);
-    }
+    record: &ExchangeRecord,
+    allowed: &mut Allowed,
+) -> Result<(Permit, Taken), Failure> {
     let flow = &record.flow;
+    let permit = flow.authorize_before_token(request)?;
+    take(Stage::BeforeToken, flow, request)?;
+    if let Some(credentials) = &mut plan.credentials {
+        flow.verify(credentials);
+    }
+    let credentials = plan.credentials.as_deref();
+    let permit = match permit {
+        Some(permit) => permit,
+        None => flow.authorize_request(request, credentials)?,
+    };
+    allowed.authorizers = flow.authorizers(request, credentials)?;
+    // Limits see what the application gets of tokens.
+    let head = Edited {
+        head: request.head,
+        edits: Edits {
+            policy: credentials.map_or(&[], |credentials| &credentials.fields),
+            ..Edits::default()
+        },
+    };
+    let request = RequestView {
+        head: &head,
+        ..*request
+    };
+    Ok((permit, take(Stage::Allowed, flow, &request)?))
+}
+
+/// Takes a token of each rate limit of a stage that counts the request.
+fn take(stage: Stage, flow: &Flow, request: &RequestView<'_>) -> Result<Taken, Failure> {
     let policy = flow.worker.policy();
     if flow.direction == Direction::Outbound || policy.rate_limits.0.is_empty() {
-        return Ok(());
+        return Ok(Taken::default());
     }
-    let (port, caller) = (flow.original.port(), flow.caller.identity());
-    let input = MatchInput::new(*request);
-    let taken = policy
-        .rate_limits
-        .take(port, caller, &input, Instant::now());
+    let address = || By::Address(flow.peer.ip());
+    let caller = flow.caller.identity().map_or_else(address, By::Identity);
+    let set = flow.policy_fields();
+    let set = set.as_deref().unwrap_or_default();
+    let (port, input) = (flow.original.port(), MatchInput::new(*request));
+    let limits = &policy.rate_limits;
+    let taken = limits.take(stage, set, port, caller, &input, Instant::now());
     if let Err(Failure::RateLimited(exceeded)) = &taken {
         let (metrics, name) = (&flow.worker.metrics, &exceeded.name);
         metrics.rate_limited(exceeded.scope, name);

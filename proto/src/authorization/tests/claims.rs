@@ -248,3 +248,58 @@ fn set_field(policy: &mut AuthorizationPolicy, claim: &str, name: &str) {
         name: name.into(),
     }];
 }
+
+#[test]
+fn before_the_token_only_what_it_cannot_change_is_denied() {
+    let head = get("/admin");
+    let judge = |policies: &[AuthorizationPolicy]| {
+        let caller = identity("shop/web");
+        let policies = compile(policies.to_vec());
+        let before = policies.judge_before_token(&call(Some(&caller), Some(&head)));
+        (before.is_ok(), policies)
+    };
+    let on_admin = |conditions: &[(&str, &str)]| RequestMatch {
+        paths: paths(&["prefix:/admin"]).paths,
+        ..claims(conditions)
+    };
+    let of_ada = &[("sub", "exact:ada")];
+    for (action, request, may_pass) in [
+        (Action::Deny, on_admin(&[]), false),
+        (Action::Deny, on_admin(of_ada), true),
+        (Action::Deny, paths(&["prefix:/other"]), true),
+        (Action::Allow, on_admin(&[]), true),
+        (Action::Allow, on_admin(of_ada), true),
+        (Action::Allow, paths(&["prefix:/other"]), false),
+        (
+            Action::Allow,
+            RequestMatch {
+                paths: paths(&["exact:/x"]).paths,
+                ..claims(of_ada)
+            },
+            false,
+        ),
+    ] {
+        let policy = issuing("p", action, request.clone());
+        let (passes, policies) = judge(&[policy]);
+        assert_eq!(passes, may_pass, "{action:?} {request:?}");
+        // Some token, or none, leads to this verdict.
+        let tokens = [
+            None,
+            Some(token(&["p"], json!({"sub": "ada"}))),
+            Some(token(&["p"], json!({}))),
+        ];
+        let caller = identity("shop/web");
+        let verdicts = tokens.iter().map(|token| {
+            let call = Call {
+                token: token.as_ref(),
+                ..call(Some(&caller), Some(&head))
+            };
+            policies.judge(&call).is_ok()
+        });
+        assert_eq!(
+            verdicts.into_iter().any(|passes| passes),
+            may_pass,
+            "{action:?} {request:?}"
+        );
+    }
+}

@@ -6,7 +6,7 @@ use proto::rate_limit::Scope;
 
 use super::pod::Pod;
 use super::*;
-use crate::inbound::limit::RateLimits;
+use crate::inbound::limit::{By, RateLimits, Stage};
 use crate::route::matching::MatchInput;
 
 fn limit(name: &str, scope: Scope, requests: u64, port: u16) -> proto::RateLimit {
@@ -186,9 +186,13 @@ fn one_policy_of_two_services_has_a_bucket_for_each() {
     let none = RateLimits::default();
     let first = parse(&none);
     let get = MatchInput::new(crate::http::view::testing::request("GET", "/"));
-    assert!(first.take(80, None, &get, now).is_ok());
+    let take = |limits: &RateLimits, now| {
+        let client = By::Address([10, 0, 0, 1].into());
+        limits.take(Stage::Allowed, &[], 80, client, &get, now)
+    };
+    assert!(take(&first, now).is_ok());
     let second = parse(&first);
-    assert!(second.take(80, None, &get, now).is_err());
+    assert!(take(&second, now).is_err());
     let later = now + Duration::from_secs(3600);
-    assert!(second.take(80, None, &get, later).is_ok());
+    assert!(take(&second, later).is_ok());
 }

@@ -262,7 +262,7 @@ impl<'a> Exchange<'a> {
                 return After::Closed;
             }
         };
-        if !self.allowed.authorizers.is_empty() {
+        if !self.allowed.authorizers.is_empty() || plan.has_token() {
             let head = self.head(&plan, &flow);
             self.head_size = head.len();
             self.upload.replace_head(head);

@@ -206,7 +206,7 @@ impl Exchange {
             return Ok(Outcome::Cancelled);
         };
         let permit = permit?;
-        if !self.allowed.authorizers.is_empty() {
+        if !self.allowed.authorizers.is_empty() || plan.has_token() {
             let own = flow.request_edits();
             plan.request_edits(&own).apply(&mut self.parts.headers);
             let request = head::view(&self.parts);

@@ -2,6 +2,7 @@
 
 mod answers;
 mod bodies;
+mod order;
 mod questions;
 
 use std::sync::Mutex;
