@@ -10,7 +10,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -154,14 +154,18 @@ async fn connect(
         .await;
     let handshake = waited.ok_or_else(displaced)???;
     let client = Client::new(connection, handshake, idle);
-    let accepted = client.run(async {
+    // Boxed, so that a connection that waits takes little memory.
+    let mut accepted = Box::pin(async {
         tokio::select! {
             accepted = tls.accept(stream) => accepted,
             () = client.expired() => Err(io::ErrorKind::TimedOut.into()),
         }
     });
-    // Boxed, so that a connection that waits takes little memory.
-    let stream = Box::pin(accepted).await.ok_or_else(displaced)??;
+    let stream = client
+        .run(accepted.as_mut())
+        .await
+        .ok_or_else(displaced)??;
+    drop(accepted);
     Ok((stream, client))
 }
 
@@ -205,9 +209,9 @@ impl Client {
         Arc::new(client)
     }
 
-    /// Serves the connection. None if another connection takes its slot before it ends.
-    pub async fn run<T>(&self, work: impl Future<Output = T>) -> Option<T> {
-        let work = pin!(work);
+    /// Serves the connection. None if another connection takes its slot before it ends. Pinned by the
+    /// caller: a future that is passed by value is in memory once more for each function.
+    pub async fn run<T>(&self, work: Pin<&mut impl Future<Output = T>>) -> Option<T> {
         let in_handshake_slot = pin!(self.handshake.run(work));
         self.connection.run(in_handshake_slot).await.flatten()
     }
@@ -318,8 +322,12 @@ mod tests {
         }
     }
 
+    async fn run<T>(client: &Client, work: impl Future<Output = T>) -> Option<T> {
+        client.run(pin!(work)).await
+    }
+
     async fn lifetime(client: &Client) -> u64 {
-        client.run(client.expired()).await;
+        run(client, client.expired()).await;
         client.started.elapsed().as_secs()
     }
 
@@ -359,15 +367,15 @@ mod tests {
             both[1].serve();
             let _calls = both.each_ref().map(|client| call.then(|| client.call()));
             let other = slots.client(B).await;
-            let started = other.run(async { Instant::now() });
+            let started = run(&other, async { Instant::now() });
             let (first, second, started) = tokio::join!(
                 timeout(
                     FIRST_CALL_TIMEOUT,
-                    both[0].run(std::future::pending::<()>())
+                    run(&both[0], std::future::pending::<()>())
                 ),
                 timeout(
                     FIRST_CALL_TIMEOUT,
-                    both[1].run(std::future::pending::<()>())
+                    run(&both[1], std::future::pending::<()>())
                 ),
                 started,
             );
@@ -391,8 +399,8 @@ mod tests {
             first.authenticate("shop".into(), "1".into());
             first.expired().await;
         };
-        let (first, started) = tokio::join!(first.run(authenticates), async {
-            other.run(async { Instant::now() }).await
+        let (first, started) = tokio::join!(run(&first, authenticates), async {
+            run(&other, async { Instant::now() }).await
         });
         assert_eq!(first, Some(()));
         assert_eq!(started, Some(other.started), "it has not waited");

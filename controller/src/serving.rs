@@ -6,6 +6,7 @@
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::pin::Pin;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
@@ -208,7 +209,7 @@ impl Peer {
     }
 
     /// Serves the connection. None if another connection takes its slot before it ends.
-    pub async fn run<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+    pub async fn run<T>(&self, work: Pin<&mut impl Future<Output = T>>) -> Option<T> {
         self.client.run(work).await
     }
 

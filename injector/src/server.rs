@@ -64,14 +64,7 @@ pub async fn serve<H, F>(
             connection = server.accept() => connection,
         };
         let (handler, stop) = (handler.clone(), stop.clone());
-        tasks.spawn(async move {
-            let client = connection.1.clone();
-            match client.run(requests(connection, handler, stop)).await {
-                Some(Err(error)) => tracing::debug!(error, "connection failed"),
-                Some(Ok(())) => {}
-                None => tracing::debug!("another connection has taken its slot"),
-            }
-        });
+        tasks.spawn(run(connection, handler, stop));
     }
     drop(server);
     let _ = timeout(DRAIN_TIMEOUT, async {
@@ -88,6 +81,21 @@ pub struct ClientAddress(pub IpAddr);
 impl Default for ClientAddress {
     fn default() -> Self {
         Self(Ipv6Addr::UNSPECIFIED.into())
+    }
+}
+
+/// The task of a connection.
+async fn run<H, F>(connection: Connection, handler: H, stop: watch::Receiver<bool>)
+where
+    H: Fn(Request<Incoming>) -> F + Clone + Send + Sync + 'static,
+    F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
+{
+    let client = connection.1.clone();
+    let requests = pin!(requests(connection, handler, stop));
+    match client.run(requests).await {
+        Some(Err(error)) => tracing::debug!(error, "connection failed"),
+        Some(Ok(())) => {}
+        None => tracing::debug!("another connection has taken its slot"),
     }
 }
 
@@ -146,4 +154,24 @@ where
 /// Completes when the flag is true or its sender is gone.
 pub async fn stopped(stop: &mut watch::Receiver<bool>) {
     let _ = stop.wait_for(|stop| *stop).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn size_of_future<A, B, C, F>(_: impl FnOnce(A, B, C) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    #[test]
+    fn task_of_a_connection_holds_the_connection_once() {
+        type Respond = fn(Request<Incoming>) -> std::future::Ready<Response<Full<Bytes>>>;
+        let connection = size_of_future(requests::<Respond, _>);
+        let task = size_of_future(run::<Respond, _>);
+        assert!(
+            task < 2 * connection,
+            "{task} bytes, {connection} for requests"
+        );
+    }
 }

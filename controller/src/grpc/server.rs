@@ -41,18 +41,26 @@ pub(super) async fn serve(mut server: TlsServer, routes: Routes, stopping: Cance
             (stream, client) = server.accept() => {
                 let peer = Peer::new(stream.get_ref().0, client);
                 let (routes, stopping) = (routes.clone(), stopping.clone());
-                connections.spawn(async move {
-                    let serving = serve_connection(stream, peer.clone(), routes, stopping);
-                    if peer.run(serving).await.is_none() {
-                        tracing::debug!(peer = ?peer.address, "another connection has taken its slot");
-                    }
-                });
+                connections.spawn(run(stream, peer, routes, stopping));
             }
             () = stopping.cancelled() => break,
         }
     }
     connections.close();
     connections.wait().await;
+}
+
+/// The task of a connection.
+async fn run(
+    stream: TlsStream<TcpStream>,
+    peer: Peer,
+    routes: Routes,
+    stopping: CancellationToken,
+) {
+    let serving = pin!(serve_connection(stream, peer.clone(), routes, stopping));
+    if peer.run(serving).await.is_none() {
+        tracing::debug!(peer = ?peer.address, "another connection has taken its slot");
+    }
 }
 
 /// Serves one connection until it ends, or its client has expired.
@@ -116,4 +124,27 @@ async fn call(
             frame.map_data(|bytes| call.unsent.attach(bytes))
         }))
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn size_of_future<A, B, C, D, F>(_: impl FnOnce(A, B, C, D) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    #[test]
+    fn task_of_a_connection_holds_the_connection_once() {
+        let connection = size_of_future(serve_connection);
+        let task = size_of_future(run);
+        assert!(
+            task < connection + 2048,
+            "{task} bytes, {connection} of them served"
+        );
+        assert!(task <= MAX_TASK_BYTES, "{task} bytes");
+    }
+
+    /// Each subscriber has one such task.
+    const MAX_TASK_BYTES: usize = 6 * 1024;
 }
