@@ -1,4 +1,6 @@
-//! Requests to the Kubernetes API, which end in time.
+//! Requests to the Kubernetes API, which end in time, and responses whose bytes are bounded.
+
+pub(crate) mod bytes;
 
 use std::time::Duration;
 
@@ -15,6 +17,12 @@ pub enum ApiError {
     /// The API returned an error, or cannot be reached.
     #[error("{}", error_chain(.0))]
     Client(#[from] kube::Error),
+    /// The response is longer than a page may be.
+    #[error("the response is longer than a page may be")]
+    TooLong,
+    /// The response is no list of objects.
+    #[error("the response cannot be read: {0}")]
+    Unreadable(#[from] serde_json::Error),
     /// The API did not respond in time.
     #[error("the Kubernetes API does not respond")]
     Timeout,

@@ -73,6 +73,21 @@ pub fn policy(meta: Meta, spec: &Value, status: &Value, trust_domain: &str) -> A
     AuthorizationPolicy::with(meta, parents, targets.into(), directions, effect)
 }
 
+/// A policy of which nothing is known but its name: it denies the inbound calls of all pods of its
+/// namespace.
+pub(crate) fn denying_all(meta: Meta, rejection: Rejection) -> AuthorizationPolicy {
+    let target = Target::Pods(Selector::default());
+    let parents = vec![reference(&target)];
+    let effect = Err((rejection, Mode::Enforce));
+    AuthorizationPolicy::with(
+        meta,
+        parents,
+        [target].into(),
+        &[Direction::Inbound],
+        effect,
+    )
+}
+
 fn directions(spec: &Value) -> &'static [Direction] {
     let direction = spec.as_object().map(|spec| spec.get("direction"));
     match direction.map(|direction| direction.map(Value::as_str)) {

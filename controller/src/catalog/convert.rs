@@ -8,15 +8,13 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use diy_mesh_proto::route::is_hostname;
-use k8s_openapi::api::core::v1 as core;
-use k8s_openapi::api::discovery::v1 as discovery;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::injected::Injected;
+use super::slim::{self, Metadata};
 use crate::index::excess;
 use crate::index::object::{
-    Canary, Inbound, Key, Kind, Node, Object, Pod, PodReference, Service, ServicePort, Slice,
+    Canary, Inbound, Key, Kind, Node, Pod, PodReference, Service, ServicePort, Slice,
     SliceEndpoint, SlicePort, TargetPort, Transport,
 };
 use crate::routes::ParentReference;
@@ -34,7 +32,7 @@ const MAX_SLICE_PORTS: usize = 20_000;
 const MAX_ZONE_BYTES: usize = 253;
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 /// An invalid object: the field, its value and the expected value.
-#[derive(Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{0}")]
 pub struct ConvertError(pub(super) String);
 
@@ -42,42 +40,7 @@ fn invalid(field: &str, value: impl fmt::Display, expected: &str) -> ConvertErro
     ConvertError(format!("{field}: {value} is not {expected}"))
 }
 
-/// A Kubernetes object of the catalog.
-pub(super) trait CatalogObject {
-    /// Converts the object, which has this kind. Identities are in this trust domain.
-    fn convert(&self, kind: Kind, trust_domain: &str) -> Result<Object, ConvertError>;
-
-    /// The paths of unknown fields that are not parsed with the object.
-    fn unknown_fields(&self, _: Kind) -> Vec<String> {
-        Vec::new()
-    }
-}
-
-impl CatalogObject for core::Service {
-    fn convert(&self, _: Kind, _: &str) -> Result<Object, ConvertError> {
-        service(self).map(Object::Service)
-    }
-}
-
-impl CatalogObject for discovery::EndpointSlice {
-    fn convert(&self, _: Kind, _: &str) -> Result<Object, ConvertError> {
-        slice(self).map(Object::Slice)
-    }
-}
-
-impl CatalogObject for core::Pod {
-    fn convert(&self, _: Kind, trust_domain: &str) -> Result<Object, ConvertError> {
-        pod(self, trust_domain).map(Object::Pod)
-    }
-}
-
-impl CatalogObject for core::Node {
-    fn convert(&self, _: Kind, _: &str) -> Result<Object, ConvertError> {
-        node(self).map(Object::Node)
-    }
-}
-
-fn service(object: &core::Service) -> Result<Service, ConvertError> {
+pub(super) fn service(object: &slim::Service) -> Result<Service, ConvertError> {
     let key = key(&object.metadata)?;
     let spec = object.spec.clone().unwrap_or_default();
     let ports = spec.ports.iter().flatten().map(service_port);
@@ -112,15 +75,10 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
 }
 
 /// An invalid annotation is reported, and does not make the Service invalid.
-fn canary(key: &Key, metadata: &ObjectMeta) -> Option<Canary> {
-    let annotation = |name| {
-        metadata
-            .annotations
-            .as_ref()?
-            .get(name)
-            .map(|text| text.trim())
-    };
-    let (of, weight) = (annotation(CANARY_OF), annotation(CANARY_WEIGHT));
+fn canary(key: &Key, metadata: &Metadata) -> Option<Canary> {
+    let annotations = metadata.annotations.as_ref()?;
+    let [of, weight] = [&annotations.canary_of, &annotations.canary_weight]
+        .map(|text| text.as_deref().map(str::trim));
     of.or(weight)?;
     let (of, weight) = (of.unwrap_or_default(), weight.unwrap_or_default());
     // Logs and Events contain the error: an annotation may have 256 KiB.
@@ -147,14 +105,14 @@ fn canary(key: &Key, metadata: &ObjectMeta) -> Option<Canary> {
 
 /// Without the label with the name of its Service, a slice belongs to none. A slice of host names
 /// (FQDN) has no endpoints.
-fn slice(object: &discovery::EndpointSlice) -> Result<Slice, ConvertError> {
+pub(super) fn slice(object: &slim::EndpointSlice) -> Result<Slice, ConvertError> {
     let key = key(&object.metadata)?;
     let service = label(&object.metadata, SERVICE_NAME_LABEL).map(|name| Key {
         namespace: key.namespace.clone(),
         name: name.into(),
     });
     let has_addresses = matches!(object.address_type.as_str(), "IPv4" | "IPv6");
-    let endpoints = object.endpoints.iter().filter(|_| has_addresses);
+    let endpoints = object.endpoints.iter().flatten().filter(|_| has_addresses);
     let endpoints = endpoints.filter_map(|endpoint| slice_endpoint(endpoint, &key.namespace));
     let listed = object.ports.as_deref().unwrap_or_default();
     if listed.len() > MAX_SLICE_PORTS {
@@ -172,7 +130,7 @@ fn slice(object: &discovery::EndpointSlice) -> Result<Slice, ConvertError> {
     })
 }
 
-fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
+pub(super) fn pod(object: &slim::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
     let (key, metadata) = (key(&object.metadata)?, &object.metadata);
     let spec = object.spec.as_ref();
     let status = object.status.clone().unwrap_or_default();
@@ -210,7 +168,7 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
     })
 }
 
-fn node(object: &core::Node) -> Result<Node, ConvertError> {
+pub(super) fn node(object: &slim::Node) -> Result<Node, ConvertError> {
     let name = key(&object.metadata)?.name;
     let addresses = object.status.iter().flat_map(|status| &status.addresses);
     let addresses = addresses
@@ -226,12 +184,12 @@ fn node(object: &core::Node) -> Result<Node, ConvertError> {
     })
 }
 
-fn is_ready(status: &core::PodStatus) -> bool {
+fn is_ready(status: &slim::PodStatus) -> bool {
     let mut conditions = status.conditions.iter().flatten();
     conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
-pub(super) fn key(metadata: &ObjectMeta) -> Result<Key, ConvertError> {
+pub(super) fn key(metadata: &Metadata) -> Result<Key, ConvertError> {
     let name = metadata.name.as_deref().filter(|name| !name.is_empty());
     let name = name.ok_or_else(|| ConvertError("metadata.name is missing".to_owned()))?;
     let namespace = metadata
@@ -242,21 +200,21 @@ pub(super) fn key(metadata: &ObjectMeta) -> Result<Key, ConvertError> {
 }
 
 /// The creation time in seconds since 1970, or 0.
-pub(super) fn created(metadata: &ObjectMeta) -> i64 {
+pub(super) fn created(metadata: &Metadata) -> i64 {
     let created = metadata.creation_timestamp.as_ref();
     created.map_or(0, |time| time.0.as_second())
 }
 
-fn label<'a>(metadata: &'a ObjectMeta, name: &str) -> Option<&'a str> {
+fn label<'a>(metadata: &'a Metadata, name: &str) -> Option<&'a str> {
     let label = metadata.labels.as_ref()?.get(name)?;
     Some(label.as_str()).filter(|label| !label.is_empty())
 }
 
-fn is_headless(spec: &core::ServiceSpec) -> bool {
+fn is_headless(spec: &slim::ServiceSpec) -> bool {
     spec.cluster_ip.as_deref() == Some("None")
 }
 
-fn cluster_ips(spec: &core::ServiceSpec) -> Result<Vec<IpAddr>, ConvertError> {
+fn cluster_ips(spec: &slim::ServiceSpec) -> Result<Vec<IpAddr>, ConvertError> {
     let listed = spec.cluster_ips.as_deref().unwrap_or_default();
     let all = if listed.is_empty() {
         spec.cluster_ip.as_slice()
@@ -269,7 +227,7 @@ fn cluster_ips(spec: &core::ServiceSpec) -> Result<Vec<IpAddr>, ConvertError> {
         .collect()
 }
 
-fn session_affinity(spec: &core::ServiceSpec) -> u32 {
+fn session_affinity(spec: &slim::ServiceSpec) -> u32 {
     if spec.session_affinity.as_deref() != Some("ClientIP") {
         return 0;
     }
@@ -283,8 +241,8 @@ fn session_affinity(spec: &core::ServiceSpec) -> u32 {
 /// The external IPs, and the IPs of the load balancer that kube-proxy forwards itself: not those in
 /// `ipMode: Proxy`, nor if it restricts their clients.
 fn external_ips(
-    object: &core::Service,
-    spec: &core::ServiceSpec,
+    object: &slim::Service,
+    spec: &slim::ServiceSpec,
 ) -> Result<Vec<IpAddr>, ConvertError> {
     let restricted = spec.load_balancer_source_ranges.iter().flatten().count() > 0;
     let has_balancer = spec.type_.as_deref() == Some("LoadBalancer") && !restricted;
@@ -299,7 +257,7 @@ fn external_ips(
         .collect()
 }
 
-fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
+fn service_port(port: &slim::ServicePort) -> Result<ServicePort, ConvertError> {
     let number = port_number("spec.ports.port", port.port)?;
     let target = match &port.target_port {
         Some(IntOrString::Int(target)) if *target != 0 => {
@@ -322,7 +280,7 @@ fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
 }
 
 /// `None` for a port without a number, which means all ports.
-fn slice_port(port: &discovery::EndpointPort) -> Option<Result<SlicePort, ConvertError>> {
+fn slice_port(port: &slim::EndpointPort) -> Option<Result<SlicePort, ConvertError>> {
     let number = port.port?;
     let convert = || {
         Ok(SlicePort {
@@ -336,10 +294,10 @@ fn slice_port(port: &discovery::EndpointPort) -> Option<Result<SlicePort, Conver
 
 /// `None` for an endpoint without an address.
 fn slice_endpoint(
-    endpoint: &discovery::Endpoint,
+    endpoint: &slim::Endpoint,
     namespace: &Arc<str>,
 ) -> Option<Result<SliceEndpoint, ConvertError>> {
-    let first = endpoint.addresses.first()?;
+    let first = endpoint.addresses.as_ref()?.first()?;
     let conditions = endpoint.conditions.clone().unwrap_or_default();
     let ready = conditions.ready.unwrap_or(true);
     let hints = || endpoint.hints.iter();
@@ -374,7 +332,7 @@ fn slice_endpoint(
     )
 }
 
-fn pod_addresses(status: &core::PodStatus) -> Result<Vec<IpAddr>, ConvertError> {
+fn pod_addresses(status: &slim::PodStatus) -> Result<Vec<IpAddr>, ConvertError> {
     let listed = status.pod_ips.iter().flatten().map(|ip| ip.ip.as_str());
     let all = listed.chain(status.pod_ip.as_deref());
     let mut addresses = Vec::new();

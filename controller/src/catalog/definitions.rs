@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1 as apiextensions;
 use kube::api::ListParams;
-use kube::core::{ApiResource, DynamicObject, Object};
+use kube::core::{ApiResource, DynamicObject};
 use kube::{Api, Client};
 use serde::Deserialize;
 use serde_json::Value;
@@ -18,7 +18,7 @@ use tokio::sync::watch::{self, Receiver, Sender};
 
 use super::convert::ConvertError;
 use super::objects::{Context, Objects};
-use super::resources::{resource, resources};
+use super::resources::{parse, resource, resources};
 use super::watch::{Sink, Target, Update, watch};
 use crate::api::{API_TIMEOUT, ApiError, request};
 use crate::index::object::Kind;
@@ -69,7 +69,9 @@ pub(super) async fn watch_custom(client: &Client, kind: Kind, context: Context<'
     let (definitions, selector) = (definitions(), selector(kind));
     let target = Target {
         name: format!("{} {name}", definitions.kind),
-        apis: vec![Api::all_with(client.clone(), &definitions)],
+        client: client.clone(),
+        resources: vec![definitions.clone()],
+        pages: context.pages,
         fields: Some(&selector),
         page_size: 1,
         permission: format!(
@@ -95,19 +97,14 @@ type Versions = Option<Vec<ApiResource>>;
 
 /// Watches the objects in the known versions. Never ends.
 async fn follow(client: &Client, kind: Kind, mut known: Receiver<Versions>, context: Context<'_>) {
-    let api = |version: &ApiResource| Api::all_with(client.clone(), version);
-    let mut objects = Objects::<DynamicObject>::custom(kind, client, context);
+    let mut objects = Objects::new(kind, client, context);
     loop {
         let versions = known.borrow_and_update().clone();
         let until_they_change = async {
             match versions.as_deref() {
                 None => {}
                 Some([]) => objects.remove().await,
-                Some(versions) => {
-                    objects
-                        .watch(versions.iter().map(api).collect(), None)
-                        .await
-                }
+                Some(versions) => objects.watch(versions.to_vec(), None).await,
             }
             std::future::pending().await
         };
@@ -127,11 +124,11 @@ struct DefinitionSink {
 }
 
 impl Sink for DefinitionSink {
-    type Object = Definition;
     type Item = Installed;
+    const IGNORES_INVALID: bool = false;
 
-    fn convert(&self, definition: &Definition) -> Result<Installed, ConvertError> {
-        Ok(Installed::of(self.kind, definition))
+    fn convert(&self, json: &str) -> Result<Installed, ConvertError> {
+        Ok(Installed::of(self.kind, &parse(json)?))
     }
 
     fn confirm(&mut self, _: usize) {}
@@ -231,7 +228,12 @@ impl Installed {
 
 /// A CustomResourceDefinition, of which the largest part is not read: its schemas have up to
 /// several hundred kilobytes.
-type Definition = Object<Spec, Status>;
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Definition {
+    spec: Spec,
+    status: Option<Status>,
+}
 
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]

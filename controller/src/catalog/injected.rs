@@ -6,10 +6,9 @@
 
 use diy_mesh_model::ports::PortSet;
 use diy_mesh_model::sidecar::{OutboundUdp, Settings};
-use k8s_openapi::api::core::v1 as core;
-use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
 
 use super::convert::transport;
+use super::slim::{self, Container, Pod, PodSpec};
 use crate::index::object::{ContainerPort, Inbound};
 
 const PROXY: &str = "proxy";
@@ -57,7 +56,7 @@ impl<'a> Injected<'a> {
         let arguments = self.proxy.args.iter().flatten();
         let settings = Settings::of_arguments(arguments.map(String::as_str));
         let containers = self.pod.init_containers.iter().flatten();
-        let containers = containers.chain(&self.pod.containers);
+        let containers = containers.chain(self.pod.containers.iter().flatten());
         let applications = containers.filter(|container| container.name != PROXY);
         let declared = applications.flat_map(|container| container.ports.iter().flatten());
         Inbound {
@@ -71,7 +70,7 @@ impl<'a> Injected<'a> {
 }
 
 /// `None` for a port that Kubernetes rejects.
-fn container_port(port: &core::ContainerPort) -> Option<ContainerPort> {
+fn container_port(port: &slim::ContainerPort) -> Option<ContainerPort> {
     Some(ContainerPort {
         name: port.name.as_deref().unwrap_or_default().into(),
         port: u16::try_from(port.container_port).ok()?,

@@ -5,22 +5,19 @@
 //! and the required permissions and retries with back-off. A kind that cannot be read for a minute is
 //! reported. Only the fields that the index needs are kept.
 
-use std::fmt::Debug;
 use std::time::Duration;
 
 use futures::future::join_all;
-use k8s_openapi::api::core::v1::{Node, Pod, Service};
-use k8s_openapi::api::discovery::v1::EndpointSlice;
-use kube::{Api, Client, Resource};
-use serde::de::DeserializeOwned;
+use kube::Client;
 use tokio::sync::{mpsc, watch};
 
-use super::convert::CatalogObject;
 use super::definitions::watch_custom;
 use super::epoch::Epoch;
 use super::freshness::{Freshness, Unreadable};
 use super::objects::{Context, Objects};
+use super::resources::resources;
 use super::watch::Timing;
+use crate::api::bytes::Pages;
 use crate::config::Config;
 use crate::index::object::{Change, Event, Kind};
 use crate::index::position::Requests;
@@ -49,6 +46,7 @@ pub async fn run(
         changes: &changes,
         requests: &requests,
         is_restored: &epoch.is_restored(),
+        pages: &Pages::default(),
         timing: Timing::default(),
     };
     loop {
@@ -66,12 +64,11 @@ async fn watch_all(client: &Client, context: Context<'_>, report: impl Fn(&Unrea
     // Finished pods own no address. The watch reports them as deleted.
     let running = Some("status.phase!=Succeeded,status.phase!=Failed");
     let core = async {
-        let client = || client.clone();
         tokio::join!(
-            follow::<Service>(Kind::Service, Api::all(client()), None, context),
-            follow::<EndpointSlice>(Kind::Slice, Api::all(client()), None, context),
-            follow::<Pod>(Kind::Pod, Api::all(client()), running, context),
-            follow::<Node>(Kind::Node, Api::all(client()), None, context),
+            follow(Kind::Service, client, None, context),
+            follow(Kind::Slice, client, None, context),
+            follow(Kind::Pod, client, running, context),
+            follow(Kind::Node, client, None, context),
         )
     };
     let custom = Kind::ALL.into_iter().filter(|kind| kind.is_custom());
@@ -100,12 +97,9 @@ async fn check(context: Context<'_>, report: impl Fn(&Unreadable)) {
 }
 
 /// Sends all objects of a kind that every cluster has, then changes. Never ends.
-async fn follow<K>(kind: Kind, api: Api<K>, fields: Option<&str>, context: Context<'_>)
-where
-    K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
-{
-    let mut objects = Objects::new(kind, context);
-    objects.watch(vec![api], fields).await;
+async fn follow(kind: Kind, client: &Client, fields: Option<&str>, context: Context<'_>) {
+    let mut objects = Objects::new(kind, client, context);
+    objects.watch(resources(kind), fields).await;
 }
 
 #[cfg(test)]
@@ -126,6 +120,7 @@ mod tests {
             changes: &sender,
             requests: &watch::channel(Requests::default()).1,
             is_restored: &watch::Sender::new(false),
+            pages: &Pages::default(),
             timing: Timing::default(),
         };
         Kind::ALL.into_iter().for_each(|kind| freshness.begin(kind));

@@ -5,11 +5,11 @@ use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::core::DynamicObject;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_yaml_ng::{Error, Value};
 
-use super::convert::{CatalogObject, ConvertError};
-use super::resources::resource;
+use super::convert::ConvertError;
+use super::resources::{self, resource};
 use crate::fields::with_unknown_fields;
 use crate::index::object::{Kind, Object};
 
@@ -139,14 +139,22 @@ impl Parsed {
         let Some(kind) = kind else {
             return Ok(());
         };
-        let read = match kind {
-            Kind::Service => read::<Service, _>,
-            Kind::Slice => read::<EndpointSlice, _>,
-            Kind::Pod => read::<Pod, _>,
-            Kind::Node => read::<Node, _>,
-            _ => read::<DynamicObject, _>,
-        };
-        let (object, fields) = read(document, kind, trust_domain)?;
+        let (json, mut fields) = match kind {
+            Kind::Service => complete::<Service, _>(document, |_| vec![]),
+            Kind::Slice => complete::<EndpointSlice, _>(document, |_| vec![]),
+            Kind::Pod => complete::<Pod, _>(document, |_| vec![]),
+            Kind::Node => complete::<Node, _>(document, |_| vec![]),
+            _ => complete::<DynamicObject, _>(document, |object| {
+                resources::unknown_fields(kind, object)
+            }),
+        }?;
+        // The cluster that an object is from may have a later release, with other fields in the
+        // status.
+        fields.retain(|field| {
+            let section = field.split('.').next();
+            !matches!(section, Some("apiVersion" | "kind" | "status"))
+        });
+        let object = resources::read(kind, &json, trust_domain).map_err(Invalid::Convert)?;
         let unknown = |field| {
             let (kind, key) = (object.kind(), object.key());
             format!("{kind} {key}: unknown field {field:?}")
@@ -157,26 +165,22 @@ impl Parsed {
     }
 }
 
-/// Reads an object, and the paths of the unknown fields.
-fn read<'a, T, D>(
+/// The JSON text of an object of a complete type, and the paths of the fields that the type does not
+/// have. The catalog reads the text as it reads a response of the API server.
+fn complete<'a, T, D>(
     document: D,
-    kind: Kind,
-    trust_domain: &str,
-) -> Result<(Object, Vec<String>), Invalid>
+    unknown_fields: impl FnOnce(&T) -> Vec<String>,
+) -> Result<(String, Vec<String>), Invalid>
 where
-    T: CatalogObject + DeserializeOwned,
+    T: DeserializeOwned + Serialize,
     D: Deserializer<'a, Error = Error>,
 {
     let (object, mut unknown) = with_unknown_fields::<T, _>(document);
     let object = object.map_err(|(_, error)| Invalid::Parse(error))?;
-    unknown.extend(object.unknown_fields(kind));
-    // The cluster that an object is from may have a later release, with other fields in the status.
-    unknown.retain(|field| {
-        let section = field.split('.').next();
-        !matches!(section, Some("apiVersion" | "kind" | "status"))
-    });
-    let object = object.convert(kind, trust_domain);
-    Ok((object.map_err(Invalid::Convert)?, unknown))
+    unknown.extend(unknown_fields(&object));
+    let json = serde_json::to_string(&object);
+    let json = json.map_err(|error| Invalid::Convert(ConvertError(error.to_string())))?;
+    Ok((json, unknown))
 }
 
 /// The message of an error. The parser appends the position to some.

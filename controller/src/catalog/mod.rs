@@ -14,6 +14,7 @@ mod manifest;
 pub mod marker;
 mod objects;
 mod resources;
+mod slim;
 #[cfg(test)]
 pub(crate) mod testing;
 mod watch;

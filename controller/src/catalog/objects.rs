@@ -1,20 +1,19 @@
 //! The objects of one kind, on their way from a watch to the index.
 
-use std::fmt::Debug;
-use std::marker::PhantomData;
 use std::time::Duration;
 
-use kube::{Api, Client, Resource};
-use serde::de::DeserializeOwned;
+use kube::Client;
+use kube::core::ApiResource;
 use tokio::sync::{mpsc, watch};
 use tokio::time::sleep;
 
-use super::convert::{CatalogObject, ConvertError};
+use super::convert::ConvertError;
 use super::definitions;
 use super::freshness::Freshness;
 use super::marker::{self, Marker};
-use super::resources::resource;
+use super::resources::{read, resource};
 use super::watch::{Sink, Target, Timing, Update, watch as follow};
+use crate::api::bytes::Pages;
 use crate::index::object::{Change, Event, Kind, Object};
 use crate::index::position::Requests;
 
@@ -36,53 +35,47 @@ pub(super) struct Context<'a> {
     pub changes: &'a mpsc::Sender<Event>,
     pub requests: &'a watch::Receiver<Requests>,
     pub is_restored: &'a watch::Sender<bool>,
+    pub pages: &'a Pages,
     pub timing: Timing,
 }
 
 /// The objects of a kind.
-pub(super) struct Objects<'a, K> {
+pub(super) struct Objects<'a> {
     kind: Kind,
+    client: Client,
     context: Context<'a>,
     /// The latest version since the list, if the objects were listed.
     latest: Option<Option<u64>>,
     /// The requests for later events before the latest LIST.
     answered: u64,
-    /// To read the definition of a kind whose objects stay in force without it.
-    definitions: Option<Client>,
-    object: PhantomData<fn() -> K>,
 }
 
-impl<'a, K> Objects<'a, K>
-where
-    K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
-{
-    pub fn new(kind: Kind, context: Context<'a>) -> Self {
+impl<'a> Objects<'a> {
+    pub fn new(kind: Kind, client: &Client, context: Context<'a>) -> Self {
         Self {
             kind,
+            client: client.clone(),
             context,
             latest: None,
             answered: 0,
-            definitions: None,
-            object: PhantomData,
         }
     }
 
-    /// Objects of a custom kind.
-    pub fn custom(kind: Kind, client: &Client, context: Context<'a>) -> Self {
-        Self {
-            definitions: kind.outlives_definition().then(|| client.clone()),
-            ..Self::new(kind, context)
-        }
-    }
-
-    /// Sends all objects, then changes. `apis` are versions of the kind, of which the first one
-    /// that is installed is used. Never ends.
-    pub async fn watch(&mut self, apis: Vec<Api<K>>, fields: Option<&str>) {
-        let (target, timing) = (self.target(apis, fields), self.context.timing);
+    /// Sends all objects, then changes, in the first of these versions of the kind that is installed.
+    /// Never ends.
+    pub async fn watch(&mut self, versions: Vec<ApiResource>, fields: Option<&str>) {
+        let (target, timing) = (self.target(versions, fields), self.context.timing);
         follow(target, self, timing).await;
     }
 
-    pub(super) fn target<'s>(&self, apis: Vec<Api<K>>, fields: Option<&'s str>) -> Target<'s, K> {
+    pub(super) fn target<'s>(
+        &self,
+        resources: Vec<ApiResource>,
+        fields: Option<&'s str>,
+    ) -> Target<'s>
+    where
+        'a: 's,
+    {
         let resource = resource(self.kind);
         let group = match &*resource.group {
             "" => "the core group",
@@ -90,9 +83,11 @@ where
         };
         Target {
             name: self.kind.to_string(),
-            apis,
+            client: self.client.clone(),
+            resources,
+            pages: self.context.pages,
             fields,
-            // A route may have 1 MiB.
+            // A custom resource may have 1.5 MiB.
             page_size: if self.kind.is_optional() { 50 } else { 500 },
             permission: format!("{} of {group}, in all namespaces", resource.plural),
         }
@@ -100,7 +95,7 @@ where
 
     /// The kind is not installed: it has no objects.
     pub async fn remove(&mut self) {
-        if let Some(client) = &self.definitions {
+        if self.kind.outlives_definition() {
             if self.latest.is_some() {
                 self.context.freshness.remove(self.kind);
                 return tracing::error!(
@@ -109,7 +104,7 @@ where
                 );
             }
             if self.kind == Kind::Authorization {
-                return self.wait_for_lost(client).await;
+                return self.wait_for_lost().await;
             }
         }
         self.context.freshness.remove(self.kind);
@@ -124,8 +119,8 @@ where
 
     /// The objects of the kind may have been deleted with their definition: sends the namespaces that
     /// had some, again and again. Never ends.
-    async fn wait_for_lost(&self, client: &Client) {
-        let (marker, kind) = (Marker::new(client, self.context.namespace), self.kind);
+    async fn wait_for_lost(&self) {
+        let (marker, kind) = (Marker::new(&self.client, self.context.namespace), self.kind);
         let mut known = None;
         loop {
             match marker.read().await {
@@ -153,11 +148,11 @@ where
 
     /// Waits while the definition of the kind is being deleted, which deletes all objects first.
     async fn wait_for_definition(&self) {
-        let Some(client) = &self.definitions else {
+        if !self.kind.outlives_definition() {
             return;
-        };
+        }
         loop {
-            match definitions::is_kept(client, self.kind).await {
+            match definitions::is_kept(&self.client, self.kind).await {
                 Ok(true) => return,
                 // What follows depends on the definition, whose own watch ends this one.
                 Ok(false) => std::future::pending().await,
@@ -173,15 +168,11 @@ where
     }
 }
 
-impl<K> Sink for Objects<'_, K>
-where
-    K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
-{
-    type Object = K;
+impl Sink for Objects<'_> {
     type Item = Object;
 
-    fn convert(&self, object: &K) -> Result<Object, ConvertError> {
-        object.convert(self.kind, self.context.trust_domain)
+    fn convert(&self, json: &str) -> Result<Object, ConvertError> {
+        read(self.kind, json, self.context.trust_domain)
     }
 
     fn confirm(&mut self, invalid: usize) {

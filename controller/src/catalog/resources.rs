@@ -1,6 +1,9 @@
 //! The kinds of the catalog as resources of the API server, and the objects of custom resources:
 //! routes, grants and policies.
 //!
+//! Each object is parsed from its own text, alone, so that an invalid one leaves the others readable
+//! and the memory for a response is bounded.
+//!
 //! The crate `gateway-api` is for an earlier version of `kube`, and its types reject the whole list
 //! of objects if one has a value of a later release. So `spec` is parsed per object, in
 //! `crate::routes::parse`.
@@ -11,23 +14,30 @@ use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use serde_json::value::RawValue;
 
-use super::convert::{CatalogObject, ConvertError, created, key};
-use crate::authorization;
+use super::convert::{self, ConvertError, created, key};
+use super::slim::{Custom, Metadata, References};
 use crate::authorization::smi::{TargetSpec, TcpSpec, target, tcp};
 use crate::authorization::spec::AuthorizationPolicySpec;
+use crate::authorization::{self, TOO_LARGE};
 use crate::fields::with_unknown_fields;
 use crate::index::object::{Key, Kind, Object};
-use crate::policy;
 use crate::policy::spec::TrafficPolicySpec;
-use crate::routes::backend::{backend, is_backend};
+use crate::policy::{self, Policy};
+use crate::routes::ParentReference;
+use crate::routes::backend::{Backend, backend, is_backend};
 use crate::routes::mesh::Mesh;
-use crate::routes::model::Grant;
-use crate::routes::parse::{self, Meta};
+use crate::routes::model::{Grant, Rejection, Route};
+use crate::routes::parse::{MAX_PARENTS, Meta};
 use crate::routes::smi::{self, GroupSpec, SplitSpec};
 use crate::routes::spec::{
     BackendSpec, GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch,
 };
+
+/// The length of the JSON of an object, beyond which nothing of it applies: a tree of values takes up
+/// to 30 times its length.
+pub const MAX_OBJECT_BYTES: usize = 1024 * 1024;
 
 /// A kind in the versions that have all fields that are read, the preferred one first.
 pub fn resources(kind: Kind) -> Vec<ApiResource> {
@@ -44,58 +54,126 @@ pub(crate) fn resource(kind: Kind) -> ApiResource {
     resources(kind).swap_remove(0)
 }
 
-impl CatalogObject for DynamicObject {
-    fn convert(&self, kind: Kind, trust_domain: &str) -> Result<Object, ConvertError> {
-        let (metadata, spec) = (&self.metadata, &self.data["spec"]);
-        let uid = metadata.uid.as_deref().unwrap_or_default();
-        let state = (uid, metadata.generation.unwrap_or_default());
-        let meta = Meta::new(kind, key(metadata)?, created(metadata), state, spec);
-        let object = match kind {
-            Kind::Grant => grant(meta.key, spec).map(Object::Grant),
-            Kind::TrafficPolicy if !is_backend(spec) => {
-                policy::parse::policy(meta, spec).map(Object::Policy)
-            }
-            Kind::Backend | Kind::TrafficPolicy => {
-                Ok(Object::Backend(backend(meta, spec, trust_domain)))
-            }
-            Kind::Authorization => Ok(Object::Authorization(authorization::parse::policy(
-                meta,
-                spec,
-                &self.data["status"],
-                trust_domain,
-            ))),
-            Kind::TrafficSplit => smi::split(meta, spec).map(Object::Split),
-            Kind::RouteGroup => smi::group(meta, spec).map(Object::RouteGroup),
-            Kind::TrafficTarget => Ok(Object::TrafficTarget(target(meta, spec, trust_domain))),
-            Kind::TcpGroup => Ok(Object::TcpGroup(tcp(meta, spec))),
-            Kind::Mesh => Ok(Object::Mesh(Mesh::new(meta, spec))),
-            _ => parse::route(meta, spec).map(Object::Route),
-        };
-        object.map_err(ConvertError)
+/// Converts the JSON text of an object of this kind. Identities are in the trust domain.
+pub(super) fn read(kind: Kind, json: &str, trust_domain: &str) -> Result<Object, ConvertError> {
+    if json.len() > MAX_OBJECT_BYTES {
+        return too_large(kind, json);
     }
+    match kind {
+        Kind::Service => convert::service(&parse(json)?).map(Object::Service),
+        Kind::Slice => convert::slice(&parse(json)?).map(Object::Slice),
+        Kind::Pod => convert::pod(&parse(json)?, trust_domain).map(Object::Pod),
+        Kind::Node => convert::node(&parse(json)?).map(Object::Node),
+        _ => custom(kind, &parse(json)?, trust_domain),
+    }
+}
 
-    fn unknown_fields(&self, kind: Kind) -> Vec<String> {
-        let spec = &self.data["spec"];
-        let of_spec = match kind {
-            Kind::HttpRoute => unknown::<RouteSpec<Rule<HttpMatch>>>(spec),
-            Kind::GrpcRoute => unknown::<RouteSpec<Rule<GrpcMatch>>>(spec),
-            Kind::TcpRoute => unknown::<RouteSpec<Rule<TcpMatch>>>(spec),
-            Kind::Grant => unknown::<GrantSpec>(spec),
-            Kind::Backend => unknown::<BackendSpec>(spec),
-            Kind::TrafficPolicy => unknown::<TrafficPolicySpec>(spec),
-            Kind::Authorization => unknown::<AuthorizationPolicySpec>(spec),
-            Kind::TrafficSplit => unknown::<SplitSpec>(spec),
-            Kind::RouteGroup => unknown::<GroupSpec>(spec),
-            Kind::TrafficTarget => unknown::<TargetSpec>(spec),
-            Kind::TcpGroup => unknown::<TcpSpec>(spec),
-            Kind::Service | Kind::Slice | Kind::Pod | Kind::Node | Kind::Mesh => Vec::new(),
-        };
-        let sections = self.data.as_object().into_iter().flatten();
-        let others = sections.filter(|(name, _)| *name != "spec");
-        let others = others.map(|(name, _)| name.clone());
-        let of_spec = of_spec.into_iter().map(|field| format!("spec.{field}"));
-        others.chain(of_spec).collect()
+pub(super) fn parse<'a, T: Deserialize<'a>>(json: &'a str) -> Result<T, ConvertError> {
+    serde_json::from_str(json).map_err(|error| ConvertError(error.to_string()))
+}
+
+/// A custom resource. At most one tree of values is in memory for each thread.
+fn custom(kind: Kind, object: &Custom<'_>, trust_domain: &str) -> Result<Object, ConvertError> {
+    let value = |raw: Option<&RawValue>| raw.map_or(Ok(Value::Null), |raw| parse(raw.get()));
+    let spec = &value(object.spec)?;
+    let meta = meta(kind, &object.metadata, spec)?;
+    let object = match kind {
+        Kind::Grant => grant(meta.key, spec).map(Object::Grant),
+        Kind::TrafficPolicy if !is_backend(spec) => {
+            policy::parse::policy(meta, spec).map(Object::Policy)
+        }
+        Kind::Backend | Kind::TrafficPolicy => {
+            Ok(Object::Backend(backend(meta, spec, trust_domain)))
+        }
+        Kind::Authorization => {
+            let status = value(object.status)?;
+            let policy = authorization::parse::policy(meta, spec, &status, trust_domain);
+            Ok(Object::Authorization(policy))
+        }
+        Kind::TrafficSplit => smi::split(meta, spec).map(Object::Split),
+        Kind::RouteGroup => smi::group(meta, spec).map(Object::RouteGroup),
+        Kind::TrafficTarget => Ok(Object::TrafficTarget(target(meta, spec, trust_domain))),
+        Kind::TcpGroup => Ok(Object::TcpGroup(tcp(meta, spec))),
+        Kind::Mesh => Ok(Object::Mesh(Mesh::new(meta, spec))),
+        _ => crate::routes::parse::route(meta, spec).map(Object::Route),
+    };
+    object.map_err(ConvertError)
+}
+
+fn meta(kind: Kind, metadata: &Metadata, spec: &Value) -> Result<Meta, ConvertError> {
+    let uid = metadata.uid.as_deref().unwrap_or_default();
+    let state = (uid, metadata.generation.unwrap_or_default());
+    Ok(Meta::new(
+        kind,
+        key(metadata)?,
+        created(metadata),
+        state,
+        spec,
+    ))
+}
+
+/// An object over the limit, of which nothing applies: its status says so, where it has one. An
+/// AuthorizationPolicy denies, as an invalid one does.
+fn too_large(kind: Kind, json: &str) -> Result<Object, ConvertError> {
+    let message = format!(
+        "the object has {} bytes of JSON, expected at most {MAX_OBJECT_BYTES}",
+        json.len()
+    );
+    let object: References = parse(json)?;
+    let meta = meta(kind, &object.metadata, &Value::Null)?;
+    let rejection = || Rejection::new(TOO_LARGE, message.clone());
+    Ok(match kind {
+        Kind::Authorization => {
+            Object::Authorization(authorization::parse::denying_all(meta, rejection()))
+        }
+        Kind::TrafficPolicy => {
+            let targets = references(object.spec.target_refs);
+            Object::Policy(Policy::new(meta, targets, Err(rejection())))
+        }
+        Kind::Backend => Object::Backend(Backend::new(meta, vec![], Err(rejection()))),
+        Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => {
+            let mut parents = references(object.spec.parent_refs);
+            parents.retain(ParentReference::is_service);
+            Object::Route(Route::new(meta, parents, Err(rejection())))
+        }
+        _ => return Err(ConvertError(message)),
+    })
+}
+
+/// The parents or targets that can be read.
+fn references(list: Option<Vec<Box<RawValue>>>) -> Vec<ParentReference> {
+    let mut references: Vec<ParentReference> = Vec::new();
+    for one in list.into_iter().flatten().take(MAX_PARENTS) {
+        match serde_json::from_str::<ParentReference>(one.get()) {
+            Ok(reference) if !references.contains(&reference) => references.push(reference),
+            _ => {}
+        }
     }
+    references
+}
+
+/// The paths of the unknown fields of a custom resource.
+pub(super) fn unknown_fields(kind: Kind, object: &DynamicObject) -> Vec<String> {
+    let spec = &object.data["spec"];
+    let of_spec = match kind {
+        Kind::HttpRoute => unknown::<RouteSpec<Rule<HttpMatch>>>(spec),
+        Kind::GrpcRoute => unknown::<RouteSpec<Rule<GrpcMatch>>>(spec),
+        Kind::TcpRoute => unknown::<RouteSpec<Rule<TcpMatch>>>(spec),
+        Kind::Grant => unknown::<GrantSpec>(spec),
+        Kind::Backend => unknown::<BackendSpec>(spec),
+        Kind::TrafficPolicy => unknown::<TrafficPolicySpec>(spec),
+        Kind::Authorization => unknown::<AuthorizationPolicySpec>(spec),
+        Kind::TrafficSplit => unknown::<SplitSpec>(spec),
+        Kind::RouteGroup => unknown::<GroupSpec>(spec),
+        Kind::TrafficTarget => unknown::<TargetSpec>(spec),
+        Kind::TcpGroup => unknown::<TcpSpec>(spec),
+        Kind::Service | Kind::Slice | Kind::Pod | Kind::Node | Kind::Mesh => Vec::new(),
+    };
+    let sections = object.data.as_object().into_iter().flatten();
+    let others = sections.filter(|(name, _)| *name != "spec");
+    let others = others.map(|(name, _)| name.clone());
+    let of_spec = of_spec.into_iter().map(|field| format!("spec.{field}"));
+    others.chain(of_spec).collect()
 }
 
 /// The unknown fields of a spec. An error is a condition of the object, or an error of its conversion.
@@ -119,4 +197,67 @@ fn grant(key: Key, spec: &Value) -> Result<Grant, String> {
         from: from.collect(),
         to: to.collect(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::authorization::Direction;
+
+    /// An object over the limit, by its `spec`.
+    fn large(kind: Kind, spec: Value) -> Result<Object, ConvertError> {
+        let mut object = json!({
+            "metadata": {"name": "a", "namespace": "shop", "uid": "u", "generation": 7},
+            "spec": spec,
+        });
+        object["spec"]["long"] = "x".repeat(MAX_OBJECT_BYTES).into();
+        read(kind, &object.to_string(), "cluster.local")
+    }
+
+    #[test]
+    fn policy_over_the_limit_denies_the_inbound_calls_of_its_namespace() {
+        let Ok(Object::Authorization(policy)) = large(Kind::Authorization, json!({})) else {
+            panic!("it is known")
+        };
+        assert_eq!(policy.generation, 7);
+        assert!(policy.is_about(Direction::Inbound) && !policy.is_about(Direction::Outbound));
+        assert_eq!(
+            policy.parents,
+            [ParentReference {
+                group: Some(String::new()),
+                ..ParentReference::object(Kind::Pod, "*")
+            }]
+        );
+        let rejection = policy.rejection().unwrap();
+        assert_eq!(rejection.reason, TOO_LARGE);
+        let expected = "bytes of JSON, expected at most 1048576";
+        assert!(
+            rejection.message.ends_with(expected),
+            "{}",
+            rejection.message
+        );
+    }
+
+    #[test]
+    fn other_objects_over_the_limit_have_a_status_and_no_effect() {
+        let parent = json!({"group": "", "kind": "Service", "name": "web"});
+        let spec = json!({"parentRefs": [{"name": 1}, {"kind": "Gateway", "name": "b"}, parent.clone(), parent],
+            "rules": [{}]});
+        let Ok(Object::Route(route)) = large(Kind::HttpRoute, spec) else {
+            panic!("it is known")
+        };
+        assert_eq!(route.parents.len(), 1);
+        assert_eq!(route.content.unwrap_err().reason, TOO_LARGE);
+        let target = json!({"targetRefs": [{"group": "", "kind": "Service", "name": "web"}]});
+        let Ok(Object::Policy(policy)) = large(Kind::TrafficPolicy, target) else {
+            panic!("it is known")
+        };
+        assert_eq!(policy.parents.len(), 1);
+        assert_eq!(policy.content.unwrap_err().reason, TOO_LARGE);
+        for kind in [Kind::Pod, Kind::Slice, Kind::Grant, Kind::TrafficTarget] {
+            assert!(large(kind, json!({})).is_err(), "{kind}");
+        }
+    }
 }

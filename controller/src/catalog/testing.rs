@@ -11,6 +11,7 @@ use tokio::sync::{mpsc, watch};
 use super::freshness::Freshness;
 use super::objects::Context;
 use super::watch::Timing;
+use crate::api::bytes::Pages;
 use crate::index::object::{Change, Event};
 use crate::index::position::Requests;
 
@@ -22,6 +23,7 @@ pub struct Cluster {
     known: watch::Receiver<Requests>,
     pub is_restored: watch::Sender<bool>,
     freshness: Freshness,
+    pages: Pages,
     timing: Timing,
 }
 
@@ -34,6 +36,7 @@ impl Cluster {
             changes: &self.changes,
             requests: &self.known,
             is_restored: &self.is_restored,
+            pages: &self.pages,
             timing: self.timing,
         }
     }
@@ -57,6 +60,10 @@ impl Server {
     }
 
     pub(super) async fn start(timing: Timing) -> (Server, Cluster) {
+        Self::start_with(timing, Pages::default()).await
+    }
+
+    pub(super) async fn start_with(timing: Timing, pages: Pages) -> (Server, Cluster) {
         let (listener, address) = listen().await;
         let url = format!("http://{address}");
         let (sender, changes) = mpsc::channel(16);
@@ -69,6 +76,7 @@ impl Server {
             client: Client::try_from(Config::new(url.parse().unwrap())).unwrap(),
             changes: sender,
             freshness: freshness.clone(),
+            pages,
             timing,
         };
         let server = Server {

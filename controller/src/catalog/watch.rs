@@ -6,21 +6,25 @@
 //! refuses that version, or if the watch is silent while proxies know of later events from another
 //! replica; the list then replaces the previous one in a single change, so that no
 //! state in between is visible.
+//!
+//! Objects are parsed one by one from the text of a page or of an event, of which few are in memory
+//! at a time. A page over the limit is requested again with half as many objects.
 
 use std::collections::BTreeSet;
-use std::fmt::Debug;
-use std::pin::pin;
 use std::time::Duration;
 
 use diy_mesh_runtime::{Backoff, error_chain};
-use futures::StreamExt;
+use kube::Client;
 use kube::api::{ListParams, WatchParams};
-use kube::core::{Status, WatchEvent};
-use kube::{Api, Resource, ResourceExt};
-use serde::de::DeserializeOwned;
+use kube::core::{ApiResource, DynamicObject, Request, Resource, Status};
+use serde::Deserialize;
+use serde_json::value::RawValue;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
 use super::convert::ConvertError;
+use super::slim::Outline;
+use crate::api::ApiError;
+use crate::api::bytes::{self, Lines, Page, Pages, Text};
 use crate::index::object::Key;
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
@@ -57,14 +61,18 @@ impl Default for Timing {
 }
 
 /// The objects that a watch reads.
-pub(super) struct Target<'a, K> {
+pub(super) struct Target<'a> {
     /// The name in the log: the kind, or the kind and the name of one object.
     pub name: String,
+    /// The API.
+    pub client: Client,
     /// The resource in all versions that can be used. The first one that is installed is used.
-    pub apis: Vec<Api<K>>,
+    pub resources: Vec<ApiResource>,
+    /// The permits for pages, which all watches share.
+    pub pages: &'a Pages,
     /// Selects some of the objects by their fields.
     pub fields: Option<&'a str>,
-    /// Objects in one response to a LIST, which is in memory as a whole.
+    /// Objects in one response to a LIST, unless it is too long.
     pub page_size: u32,
     /// What the controller must be permitted to list and watch.
     pub permission: String,
@@ -84,13 +92,13 @@ pub(super) enum Update<T> {
 
 /// The receiver of the objects of a watch.
 pub(super) trait Sink {
-    /// An object of the API.
-    type Object: Resource + Clone + Debug + DeserializeOwned;
-    /// What is kept of it.
+    /// What is kept of an object.
     type Item;
+    /// Whether an object that cannot be converted is ignored. Otherwise the request fails.
+    const IGNORES_INVALID: bool = true;
 
-    /// Converts an object.
-    fn convert(&self, object: &Self::Object) -> Result<Self::Item, ConvertError>;
+    /// Converts the JSON text of an object.
+    fn convert(&self, json: &str) -> Result<Self::Item, ConvertError>;
 
     /// The objects are current. Of them, this number is invalid.
     fn confirm(&mut self, invalid: usize);
@@ -119,7 +127,7 @@ enum Error {
         status: Box<Status>,
     },
     #[error("{}", error_chain(.0))]
-    Client(kube::Error),
+    Api(ApiError),
     #[error("the API server has not completed the {request} within {deadline:?}")]
     Timeout {
         request: &'static str,
@@ -127,10 +135,21 @@ enum Error {
     },
     #[error("the list has no resourceVersion")]
     NoVersion,
+    #[error("the object cannot be read: {0}")]
+    Invalid(ConvertError),
+}
+
+/// The text of an event of a watch.
+#[derive(Deserialize)]
+struct Event<'a> {
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(borrow)]
+    object: &'a RawValue,
 }
 
 /// Sends all objects, then changes. Never ends.
-pub(super) async fn watch<S: Sink>(target: Target<'_, S::Object>, sink: &mut S, timing: Timing) {
+pub(super) async fn watch<S: Sink>(target: Target<'_>, sink: &mut S, timing: Timing) {
     let mut watch = Watch {
         target,
         sink,
@@ -147,7 +166,7 @@ pub(super) async fn watch<S: Sink>(target: Target<'_, S::Object>, sink: &mut S, 
 
 struct Watch<'a, S: Sink> {
     /// The version in use comes first.
-    target: Target<'a, S::Object>,
+    target: Target<'a>,
     sink: &'a mut S,
     timing: Timing,
     /// Versions that are not installed, in a row.
@@ -185,15 +204,22 @@ impl<S: Sink> Watch<'_, S> {
         self.invalid.clear();
         let mut listed = Vec::new();
         let version = loop {
-            let deadline = self.timing.list_timeout;
-            let page = self
-                .within(deadline, "LIST", self.target.apis[0].list(&params))
-                .await?;
-            let objects = page.items.iter();
-            listed.extend(objects.filter_map(|object| self.convert(object)));
-            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            let text = match self.page(&params).await {
+                Ok(text) => text,
+                Err(Error::Api(ApiError::TooLong)) if params.limit > Some(1) => {
+                    params.limit = params.limit.map(|limit| limit / 2);
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            let page: Page<'_> = parse(text.as_bytes())?;
+            for item in page.items.into_iter().flatten() {
+                listed.extend(self.convert(item)?.item);
+            }
+            let version = page.metadata.resource_version.clone();
+            match page.metadata.next() {
                 Some(token) => params.continue_token = Some(token),
-                None => break page.metadata.resource_version,
+                None => break version,
             }
         };
         let version = version.filter(|version| !version.is_empty());
@@ -205,6 +231,18 @@ impl<S: Sink> Watch<'_, S> {
         Ok(())
     }
 
+    /// The text of a page.
+    async fn page(&self, params: &ListParams) -> Result<Text, Error> {
+        let (deadline, client) = (self.timing.list_timeout, &self.target.client);
+        let request = self.request().list(params).map_err(invalid_request)?;
+        let response = self
+            .within(deadline, "LIST", bytes::send(client, request))
+            .await?;
+        let permit = self.target.pages.permit().await;
+        self.within(deadline, "LIST", bytes::read(response, permit))
+            .await
+    }
+
     /// Sends the changes since `version` until the API server ends the watch.
     async fn follow(&mut self, version: &str) -> Result<(), Error> {
         let mut params = WatchParams::default().timeout(WATCH_SECONDS);
@@ -214,19 +252,20 @@ impl<S: Sink> Watch<'_, S> {
             watch_timeout,
             ..
         } = self.timing;
-        let start = self.target.apis[0].watch(&params, version);
+        let request = self.request().watch(&params, version);
+        let start = bytes::send(&self.target.client, request.map_err(invalid_request)?);
         let started = self.within(start_timeout, "start of a watch", start).await;
-        let events = started.inspect_err(|error| {
+        let response = started.inspect_err(|error| {
             if error.requires_list() {
                 self.version = None;
             }
         })?;
         self.confirm();
-        let mut events = pin!(events);
+        let mut lines = Lines::new(response, self.target.pages.clone());
         let deadline = Instant::now() + watch_timeout;
         loop {
-            let event = tokio::select! {
-                event = timeout_at(deadline, events.next()) => event,
+            let line = tokio::select! {
+                line = timeout_at(deadline, lines.next()) => line,
                 () = self.stalled() => {
                     let name = &self.target.name;
                     tracing::info!("the watch of {name} lags behind another replica, listing again");
@@ -234,19 +273,23 @@ impl<S: Sink> Watch<'_, S> {
                     return Ok(());
                 }
             };
-            let event = event.map_err(|_| Error::Timeout {
+            let line = line.map_err(|_| Error::Timeout {
                 request: "watch",
                 deadline: watch_timeout,
             })?;
-            let Some(event) = event else {
+            let Some(line) = line.map_err(|error| self.error(error))? else {
                 break;
             };
-            let event = event.map_err(|error| self.error(error))?;
-            self.receive(event).await?;
+            self.receive(line).await?;
         }
         // An API server that ends each watch at once is not overloaded by the next one.
         sleep(MIN_RETRY_INTERVAL).await;
         Ok(())
+    }
+
+    /// Requests of the version in use.
+    fn request(&self) -> Request {
+        Request::new(DynamicObject::url_path(&self.target.resources[0], None))
     }
 
     /// Waits until someone knows of later events, and the watch stays silent.
@@ -256,27 +299,31 @@ impl<S: Sink> Watch<'_, S> {
         sleep_until(self.next_list).await;
     }
 
-    async fn receive(&mut self, event: WatchEvent<S::Object>) -> Result<(), Error> {
-        let (update, version) = match event {
-            WatchEvent::Added(object) | WatchEvent::Modified(object) => {
+    async fn receive(&mut self, line: Text) -> Result<(), Error> {
+        let Event { kind, object } = parse(line.as_bytes())?;
+        let (update, version) = match &*kind {
+            "ADDED" | "MODIFIED" => {
+                let Read { key, version, item } = self.convert(object)?;
                 // An invalid object replaces its valid state.
-                let update = self.convert(&object).map(Update::Apply);
-                let update = update.unwrap_or_else(|| Update::Delete(key(&object)));
-                (update, object.resource_version())
+                (item.map_or(Update::Delete(key), Update::Apply), version)
             }
-            WatchEvent::Deleted(object) => {
-                let key = key(&object);
+            "DELETED" => {
+                let outline: Outline = parse(object.get().as_bytes())?;
+                let key = key(&outline);
                 self.invalid.remove(&key);
-                (Update::Delete(key), object.resource_version())
+                (Update::Delete(key), outline.metadata.resource_version)
             }
-            WatchEvent::Bookmark(bookmark) => {
-                (Update::Bookmark, Some(bookmark.metadata.resource_version))
+            "BOOKMARK" => {
+                let outline: Outline = parse(object.get().as_bytes())?;
+                (Update::Bookmark, outline.metadata.resource_version)
             }
-            WatchEvent::Error(status) => {
+            _ => {
                 self.version = None;
-                return Err(self.error(kube::Error::Api(status)));
+                let status: Status = parse(object.get().as_bytes())?;
+                return Err(self.error(kube::Error::Api(Box::new(status)).into()));
             }
         };
+        drop(line);
         self.confirm();
         let sent = version.as_deref().unwrap_or_default();
         self.send(update, sent).await;
@@ -289,7 +336,7 @@ impl<S: Sink> Watch<'_, S> {
         &self,
         deadline: Duration,
         request: &'static str,
-        work: impl Future<Output = Result<T, kube::Error>>,
+        work: impl Future<Output = Result<T, ApiError>>,
     ) -> Result<T, Error> {
         match timeout(deadline, work).await {
             Ok(result) => result.map_err(|error| self.error(error)),
@@ -297,22 +344,22 @@ impl<S: Sink> Watch<'_, S> {
         }
     }
 
-    fn error(&self, error: kube::Error) -> Error {
+    fn error(&self, error: ApiError) -> Error {
         match error {
-            kube::Error::Api(status) => Error::Status {
+            ApiError::Client(kube::Error::Api(status)) => Error::Status {
                 permission: self.target.permission.clone(),
                 status,
             },
-            other => Error::Client(other),
+            other => Error::Api(other),
         }
     }
 
     /// Logs an error and waits.
     async fn retry(&mut self, error: &Error) {
         if error.is_missing() {
-            self.target.apis.rotate_left(1);
+            self.target.resources.rotate_left(1);
             self.missing += 1;
-            if self.missing < self.target.apis.len() {
+            if self.missing < self.target.resources.len() {
                 return;
             }
         }
@@ -341,24 +388,48 @@ impl<S: Sink> Watch<'_, S> {
     }
 
     /// Converts an object. The log names an invalid one once, as long as it is invalid.
-    fn convert(&mut self, object: &S::Object) -> Option<S::Item> {
-        let (key, converted) = (key(object), self.sink.convert(object));
+    fn convert(&mut self, object: &RawValue) -> Result<Read<S::Item>, Error> {
+        let outline: Outline = parse(object.get().as_bytes())?;
+        let (key, converted) = (key(&outline), self.sink.convert(object.get()));
         match &converted {
             Ok(_) => drop(self.invalid.remove(&key)),
+            Err(error) if !S::IGNORES_INVALID => return Err(Error::Invalid(error.clone())),
             Err(error) => {
                 let is_named = self.invalid.len() < MAX_NAMED && !self.invalid.contains(&key);
                 if is_named {
                     tracing::warn!("{} {key} is ignored: {error}", self.target.name);
                 }
-                self.invalid.insert(key);
+                self.invalid.insert(key.clone());
             }
         }
-        converted.ok()
+        Ok(Read {
+            key,
+            version: outline.metadata.resource_version,
+            item: converted.ok(),
+        })
     }
 }
 
-fn key(object: &impl ResourceExt) -> Key {
-    Key::new(&object.namespace().unwrap_or_default(), &object.name_any())
+/// An object that was read.
+struct Read<T> {
+    key: Key,
+    version: Option<String>,
+    /// `None` if the object is invalid.
+    item: Option<T>,
+}
+
+fn key(Outline { metadata }: &Outline) -> Key {
+    let [namespace, name] = [&metadata.namespace, &metadata.name];
+    let text = |field: &Option<String>| field.clone().unwrap_or_default();
+    Key::new(&text(namespace), &text(name))
+}
+
+fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, Error> {
+    serde_json::from_slice(text).map_err(|error| Error::Api(error.into()))
+}
+
+fn invalid_request(error: kube::core::request::Error) -> Error {
+    Error::Api(kube::Error::BuildRequest(error).into())
 }
 
 impl Error {
@@ -369,7 +440,7 @@ impl Error {
         match self {
             Error::Status { status, .. } => !matches!(status.code, 429 | 500 | 503),
             Error::Timeout { .. } => true,
-            Error::Client(_) | Error::NoVersion => false,
+            Error::Api(_) | Error::NoVersion | Error::Invalid(_) => false,
         }
     }
 

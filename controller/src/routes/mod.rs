@@ -137,6 +137,13 @@ impl ParentReference {
         }
     }
 
+    /// Whether the parent is a Service.
+    pub(crate) fn is_service(&self) -> bool {
+        // The documentation of the Gateway API spells the core group in both ways.
+        matches!(self.group.as_deref(), Some("" | "core"))
+            && self.kind.as_deref() == Some("Service")
+    }
+
     /// Namespace and name of the parent of a route.
     pub fn key(&self, route: &Key) -> Key {
         let namespace = self.namespace.as_deref().filter(|name| !name.is_empty());

@@ -29,7 +29,7 @@ use crate::index::object::{Key, Kind};
 
 /// The limits of the objects in Kubernetes, which hold for files too.
 pub(super) const MAX_ITEMS: usize = 16;
-const MAX_PARENTS: usize = 32;
+pub(crate) const MAX_PARENTS: usize = 32;
 const MAX_MATCHES: usize = 64;
 pub(super) const MAX_MATCHES_OF_ROUTE: usize = 128;
 /// Regular expressions of a route, which proxies compile.
@@ -127,12 +127,8 @@ pub(crate) fn bounded<T>(field: &str, list: &[T], max: usize) -> Result<(), Reje
 pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
     let parsed: RouteSpec =
         serde_json::from_value(spec.clone()).map_err(|error| format!("spec: {error}"))?;
-    let is_service = |parent: &ParentReference| {
-        // The documentation of the Gateway API spells the core group in both ways.
-        matches!(parent.group.as_deref(), Some("" | "core"))
-            && parent.kind.as_deref() == Some("Service")
-    };
-    let parents = parsed.parent_refs.into_iter().filter(is_service);
+    let parents = parsed.parent_refs.into_iter();
+    let parents = parents.filter(ParentReference::is_service);
     let parents: Vec<ParentReference> = parents.take(MAX_PARENTS).collect();
     let has_hostnames = !parsed.hostnames.is_empty();
     let has_more = meta.kind == Kind::TcpRoute && parsed.rules.iter().flatten().nth(1).is_some();

@@ -15,21 +15,25 @@ use diy_mesh_control_plane::events::Events;
 use diy_mesh_runtime::Backoff;
 use k8s_openapi::api::apps::v1::ControllerRevision;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{DeleteParams, ListParams, PostParams};
-use kube::core::{ApiResource, DynamicObject};
+use kube::api::{DeleteParams, GetParams, ListParams, PostParams};
+use kube::core::{ApiResource, DynamicObject, Request};
 use kube::{Api, Client, Resource, ResourceExt};
+use serde::Deserialize;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
+mod object;
 mod progress;
 mod schedule;
 
+use object::Stored;
 use progress::Progress;
 
 use super::attach::RouteId;
 use super::lease::{Election, LEASE};
 use super::statuses::{Statuses, Withheld, take_changed, wait_changed};
 use super::{RouteStatus, report, status};
+use crate::api::bytes::{self, Page, Pages, Text};
 use crate::api::{self, API_TIMEOUT, ApiError};
 use crate::catalog::marker::{self, Marker};
 use crate::catalog::resources;
@@ -47,7 +51,7 @@ const MIN_MARKER_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_MARKER_INTERVAL: Duration = Duration::from_secs(10);
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
-/// Objects in one response to a LIST, which is in memory as a whole. A route may have 1 MiB.
+/// Objects in one response to a LIST, unless it is too long. A route may have 1.5 MiB.
 const PAGE_SIZE: u32 = 50;
 /// Writes by others between a read and a write, until they count as an error.
 const MAX_CONFLICTS: usize = 10;
@@ -88,6 +92,7 @@ pub struct Writer {
     client: Client,
     namespace: String,
     kinds: Vec<Kind>,
+    pages: Pages,
     metrics: Arc<Metrics>,
     events: Events,
 }
@@ -114,6 +119,7 @@ impl Writer {
             client,
             namespace: namespace.to_owned(),
             kinds: kinds.to_vec(),
+            pages: Pages::default(),
             metrics,
             events,
         }
@@ -236,23 +242,29 @@ impl Writer {
         statuses: &impl Statuses,
         progress: &mut Progress,
     ) -> Result<(), Error> {
-        let versions = resources(kind).into_iter();
-        let mut versions = versions.map(|one| Api::all_with(self.client.clone(), &one));
-        let Some(mut api): Option<Api<DynamicObject>> = versions.next() else {
+        let mut versions = resources(kind).into_iter();
+        let Some(mut version) = versions.next() else {
             return Ok(());
         };
         let mut params = ListParams::default().limit(PAGE_SIZE);
         loop {
-            let page = match (request(api.list(&params)).await, versions.len()) {
-                (Ok(page), _) => page,
+            let request = collection(&version, "").list(&params);
+            let text = match (self.text(request).await, versions.len()) {
+                (Ok(text), _) => text,
+                (Err(ApiError::TooLong), _) if params.limit > Some(1) => {
+                    params.limit = params.limit.map(|limit| limit / 2);
+                    continue;
+                }
                 (Err(error), 0) if error.is(404) => return Ok(()),
                 (Err(error), _) if error.is(404) => {
-                    api = versions.next().unwrap_or(api);
+                    version = versions.next().unwrap_or(version);
                     continue;
                 }
                 (Err(error), _) => return Err(error.into()),
             };
-            for object in page.items {
+            let page: Page<'_> = parse(text.as_bytes())?;
+            for item in page.items.into_iter().flatten() {
+                let object = parse::<Stored>(item.get().as_bytes())?.into_object(kind);
                 let namespace = object.namespace().unwrap_or_default();
                 let id = (kind, Key::new(&namespace, &object.name_any()));
                 let Ok(status) = statuses.get(&id) else {
@@ -263,11 +275,24 @@ impl Writer {
                     None => progress.succeeded(id, status.as_ref()),
                 }
             }
-            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            match page.metadata.next() {
                 Some(token) => params.continue_token = Some(token),
                 None => return Ok(()),
             }
         }
+    }
+
+    /// The text of the response to a request.
+    async fn text(
+        &self,
+        request: Result<http::Request<Vec<u8>>, kube::core::request::Error>,
+    ) -> Result<Text, ApiError> {
+        let request = request.map_err(kube::Error::BuildRequest)?;
+        api::request(API_TIMEOUT, async {
+            let response = bytes::send(&self.client, request).await?;
+            bytes::read(response, self.pages.permit().await).await
+        })
+        .await
     }
 
     /// Writes the status of a route, unless the cluster has it already.
@@ -280,17 +305,19 @@ impl Writer {
         let (kind, key) = id;
         for _ in 0..MAX_CONFLICTS {
             pace.tick().await;
-            let Some((resource, api, mut current)) = self.read(id).await? else {
+            let Some((resource, text)) = self.read(id).await? else {
                 // Deleted, or its kind is not installed.
                 return Ok(());
             };
+            let current = parse::<Stored>(text.as_bytes())?.into_object(*kind);
             let Some(changed) = status::merge(*kind, &current, desired, &now()) else {
                 return Ok(());
             };
-            current.data["status"] = changed;
-            let params = PostParams::default();
-            match request(api.replace_status(&key.name, &params, &current)).await {
-                Ok(_) => {
+            let changed = object::with_status(text.as_bytes(), &changed);
+            let changed = changed.map_err(ApiError::Unreadable)?;
+            drop(text);
+            match self.write(&resource, key, changed).await {
+                Ok(()) => {
                     self.metrics.statuses_written.inc();
                     self.report_problems(&current, &resource, desired);
                     return Ok(());
@@ -303,22 +330,36 @@ impl Writer {
         Err(Error::Conflicts)
     }
 
-    /// A route in the first version of its kind that the cluster serves.
-    async fn read(
-        &self,
-        (kind, key): &RouteId,
-    ) -> Result<Option<(ApiResource, Api<DynamicObject>, DynamicObject)>, ApiError> {
+    /// The text of a route in the first version of its kind that the cluster serves.
+    async fn read(&self, (kind, key): &RouteId) -> Result<Option<(ApiResource, Text)>, ApiError> {
         for resource in resources(*kind) {
-            let client = self.client.clone();
-            let api: Api<DynamicObject> = match &*key.namespace {
-                "" => Api::all_with(client, &resource),
-                namespace => Api::namespaced_with(client, namespace, &resource),
-            };
-            if let Some(current) = request(api.get_opt(&key.name)).await? {
-                return Ok(Some((resource, api, current)));
+            let request = collection(&resource, &key.namespace);
+            match self
+                .text(request.get(&key.name, &GetParams::default()))
+                .await
+            {
+                Ok(text) => return Ok(Some((resource, text))),
+                Err(error) if error.is(404) => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(None)
+    }
+
+    /// Replaces the status of a route by the one in the text.
+    async fn write(
+        &self,
+        resource: &ApiResource,
+        key: &Key,
+        text: Vec<u8>,
+    ) -> Result<(), ApiError> {
+        let (request, params) = (collection(resource, &key.namespace), PostParams::default());
+        let request = request.replace_subresource("status", &key.name, &params, text);
+        let request = request.map_err(kube::Error::BuildRequest)?;
+        api::request(API_TIMEOUT, async {
+            bytes::discard(bytes::send(&self.client, request).await?).await
+        })
+        .await
     }
 
     /// Queues an event about each condition that does not hold. Written statuses have changed, so
@@ -346,6 +387,16 @@ fn authorized(statuses: &impl Statuses) -> marker::Namespaces {
     let all = statuses.with_status().into_iter();
     let policies = all.filter(|(kind, _)| *kind == Kind::Authorization);
     policies.map(|(_, key)| key.namespace).collect()
+}
+
+/// Requests for objects of a namespace, or of all namespaces.
+fn collection(resource: &ApiResource, namespace: &str) -> Request {
+    let namespace = Some(namespace).filter(|namespace| !namespace.is_empty());
+    Request::new(DynamicObject::url_path(resource, namespace))
+}
+
+fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, ApiError> {
+    Ok(serde_json::from_slice(text)?)
 }
 
 /// The time of a transition.

@@ -1,13 +1,9 @@
 //! Tests with an API server whose responses the test writes.
 
-use k8s_openapi::api::core::v1::{Node, Service};
-use kube::Client;
-use kube::core::DynamicObject;
 use serde_json::{Value, json};
 
-use super::super::convert::CatalogObject;
 use super::super::objects::Objects;
-use super::super::resources::resources;
+use super::super::resources::{MAX_OBJECT_BYTES, resources};
 use super::super::testing::{Server, event, failure, list};
 use super::*;
 use crate::index::object::Kind;
@@ -20,37 +16,14 @@ const TIMING: Timing = Timing {
     stall_timeout: Duration::from_millis(100),
 };
 
-/// A server that a watch of `K` uses.
-async fn start<K>(kind: Kind) -> Server
-where
-    K: CatalogObject + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
-    K: Send + Sync + 'static,
-{
-    start_with(kind, |client| vec![Api::<K>::all(client)]).await
-}
-
-async fn start_with<K>(kind: Kind, apis: impl FnOnce(Client) -> Vec<Api<K>>) -> Server
-where
-    K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
-    K: Send + Sync + 'static,
-{
+/// A server that a watch of a kind uses.
+async fn start(kind: Kind) -> Server {
     let (server, cluster) = Server::start(TIMING).await;
-    let apis = apis(cluster.client.clone());
     tokio::spawn(async move {
-        let mut objects = Objects::<K>::new(kind, cluster.context());
-        objects.watch(apis, None).await;
+        let mut objects = Objects::new(kind, &cluster.client, cluster.context());
+        objects.watch(resources(kind), None).await;
     });
     server
-}
-
-/// The APIs of a custom kind.
-fn custom(kind: Kind) -> impl FnOnce(Client) -> Vec<Api<DynamicObject>> {
-    move |client| {
-        let versions = resources(kind).into_iter();
-        versions
-            .map(|version| Api::all_with(client.clone(), &version))
-            .collect()
-    }
 }
 
 fn service(name: &str, ip: &str, version: &str) -> Value {
@@ -62,7 +35,7 @@ fn service(name: &str, ip: &str, version: &str) -> Value {
 
 #[tokio::test]
 async fn abandons_requests_that_hang() {
-    let mut server = start::<Service>(Kind::Service).await;
+    let mut server = start(Kind::Service).await;
     assert_eq!(server.hang().await, "", "a LIST");
     let one = service("a", "10.0.0.1", "5");
     server.respond(200, list("7", "", &[one])).await;
@@ -83,7 +56,7 @@ async fn abandons_requests_that_hang() {
 
 #[tokio::test]
 async fn lists_pages_and_resumes_after_a_bookmark() {
-    let mut server = start::<Service>(Kind::Service).await;
+    let mut server = start(Kind::Service).await;
     let (a, b) = (service("a", "10.0.0.1", "5"), service("b", "10.0.0.2", "6"));
     server.respond(200, list("7", "more", &[a])).await;
     let second = server.respond(200, list("7", "", &[b])).await;
@@ -101,13 +74,59 @@ async fn lists_pages_and_resumes_after_a_bookmark() {
 }
 
 #[tokio::test]
+async fn page_over_the_limit_is_requested_again_with_half_as_many_objects() {
+    let (mut server, cluster) = Server::start_with(TIMING, Pages::with_max_bytes(2048)).await;
+    tokio::spawn(async move {
+        let mut objects = Objects::new(Kind::Grant, &cluster.client, cluster.context());
+        objects.watch(resources(Kind::Grant), None).await;
+    });
+    let grant = |name: &str| {
+        json!({
+            "metadata": {"name": name, "namespace": "shop", "resourceVersion": "5",
+                "annotations": {"long": "x".repeat(1500)}},
+            "spec": {"from": [], "to": []},
+        })
+    };
+    for limit in [50, 25, 12] {
+        let both = list("7", "", &[grant("a"), grant("b")]);
+        let resource = format!("?&limit={limit}");
+        assert_eq!(
+            server.respond_at(&resource, 200, both).await,
+            "",
+            "no version 0"
+        );
+    }
+    let first = list("7", "more", &[grant("a")]);
+    server.respond_at("?&limit=6", 200, first).await;
+    let rest = list("7", "", &[grant("b")]);
+    let second = server
+        .respond_at("?&limit=6&continue=more", 200, rest)
+        .await;
+    assert_eq!(second, "continue=more");
+    assert_eq!(
+        server.change().await,
+        "reset ReferenceGrant [shop/a shop/b]"
+    );
+}
+
+#[tokio::test]
+async fn object_over_the_limit_leaves_the_others_readable() {
+    let mut server = start(Kind::Service).await;
+    let mut large = service("large", "10.0.0.1", "5");
+    large["metadata"]["annotations"] = json!({"long": "x".repeat(MAX_OBJECT_BYTES)});
+    let objects = [large, service("b", "10.0.0.2", "6")];
+    server.respond(200, list("7", "", &objects)).await;
+    assert_eq!(server.change().await, "reset Service [shop/b]");
+    assert_eq!(server.freshness.ignored(), [(Kind::Service, 1)]);
+}
+
+#[tokio::test]
 async fn one_list_replaces_a_silent_watch_if_proxies_know_of_later_events() {
     let (mut server, cluster) = Server::start(TIMING).await;
     let requests = cluster.requests.clone();
-    let api = vec![Api::<Service>::all(cluster.client.clone())];
     tokio::spawn(async move {
-        let mut objects = Objects::new(Kind::Service, cluster.context());
-        objects.watch(api, None).await;
+        let mut objects = Objects::new(Kind::Service, &cluster.client, cluster.context());
+        objects.watch(resources(Kind::Service), None).await;
     });
     server.respond(200, list("7", "", &[])).await;
     assert_eq!(server.change().await, "reset Service []");
@@ -128,7 +147,7 @@ async fn one_list_replaces_a_silent_watch_if_proxies_know_of_later_events() {
 
 #[tokio::test]
 async fn invalid_objects_are_counted_until_they_are_valid_or_deleted() {
-    let mut server = start::<Service>(Kind::Service).await;
+    let mut server = start(Kind::Service).await;
     let mut large = service("large", "10.0.0.1", "5");
     large["spec"]["ports"] = json!([{"port": 70_000}]);
     let invalid = service("b", "not an address", "6");
@@ -145,7 +164,7 @@ async fn invalid_objects_are_counted_until_they_are_valid_or_deleted() {
 
 #[tokio::test]
 async fn lists_again_if_the_version_is_refused_but_not_while_the_server_is_overloaded() {
-    let mut server = start::<Service>(Kind::Service).await;
+    let mut server = start(Kind::Service).await;
     server.respond(200, list("7", "", &[])).await;
     assert_eq!(server.change().await, "reset Service []");
     let start = "watch=true&resourceVersion=7";
@@ -162,7 +181,7 @@ async fn lists_again_if_the_version_is_refused_but_not_while_the_server_is_overl
 
 #[tokio::test]
 async fn changes_have_the_version_of_their_event_if_it_is_an_integer() {
-    let mut server = start::<Service>(Kind::Service).await;
+    let mut server = start(Kind::Service).await;
     server.respond(200, list("7", "", &[])).await;
     assert_eq!(server.event().await, ("reset Service []".into(), Some(7)));
     let object = |version| service("a", "10.0.0.1", version);
@@ -176,7 +195,7 @@ async fn changes_have_the_version_of_their_event_if_it_is_an_integer() {
 #[tokio::test]
 async fn kind_that_cannot_be_read_has_no_objects_by_that_whatever_the_error() {
     for code in [403, 404, 500] {
-        let mut server = start::<Node>(Kind::Node).await;
+        let mut server = start(Kind::Node).await;
         server.respond(code, failure(code)).await;
         // It is requested again, and has failed by then.
         server.hang().await;
@@ -186,7 +205,7 @@ async fn kind_that_cannot_be_read_has_no_objects_by_that_whatever_the_error() {
         assert_eq!(server.change().await, "reset Node []", "and nothing before");
         assert_eq!(server.freshness.failure(Kind::Node), None);
     }
-    let mut server = start::<Node>(Kind::Node).await;
+    let mut server = start(Kind::Node).await;
     server.hang().await;
     server.hang().await;
     let error = server.freshness.failure(Kind::Node).unwrap();
@@ -195,7 +214,7 @@ async fn kind_that_cannot_be_read_has_no_objects_by_that_whatever_the_error() {
 
 #[tokio::test]
 async fn uses_the_version_that_is_installed_and_waits_until_one_is() {
-    let mut server = start_with(Kind::Grant, custom(Kind::Grant)).await;
+    let mut server = start(Kind::Grant).await;
     server.respond(404, failure(404)).await;
     // The other version is requested at once.
     server.respond(404, failure(404)).await;
@@ -213,7 +232,7 @@ async fn uses_the_version_that_is_installed_and_waits_until_one_is() {
 
 #[tokio::test]
 async fn route_with_values_of_a_later_release_leaves_the_others_readable() {
-    let mut server = start_with(Kind::HttpRoute, custom(Kind::HttpRoute)).await;
+    let mut server = start(Kind::HttpRoute).await;
     let route = |name: &str, rules: Value| {
         let parent = json!({"group": "", "kind": "Service", "name": "web"});
         json!({
@@ -234,7 +253,7 @@ async fn route_with_values_of_a_later_release_leaves_the_others_readable() {
 #[tokio::test]
 async fn names_missing_permissions() {
     let (_server, cluster) = Server::start(TIMING).await;
-    let objects = Objects::<Service>::new(Kind::Slice, cluster.context());
+    let objects = Objects::new(Kind::Slice, &cluster.client, cluster.context());
     let target = objects.target(Vec::new(), None);
     let status = Status::failure("forbidden", "Forbidden").with_code(403);
     let text = explain_status(&target.permission, &status);
