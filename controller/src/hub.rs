@@ -37,10 +37,10 @@ use tokio_util::sync::CancellationToken;
 use crate::authenticate::PodRef;
 use crate::authorization;
 use crate::authorization::keys::schedule::Schedule;
+use crate::index::claims::Claims;
 use crate::index::dependencies::CONFIGURATION;
 use crate::index::locality::Location;
 use crate::index::object::{Event, Key, Kind, Resource};
-use crate::index::position::Requests;
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
@@ -112,7 +112,7 @@ pub struct Hub {
     /// The endpoints of former states.
     history: Arc<Mutex<History>>,
     changed_services: broadcast::Sender<Arc<BTreeSet<Key>>>,
-    requests: watch::Sender<Requests>,
+    claims: Claims,
     holds: Arc<[Holds; 3]>,
     /// The times from the receipt of changes to the notification of subscribers.
     publications: Histogram,
@@ -156,7 +156,7 @@ impl Default for Hub {
             reports: Arc::default(),
             history: Arc::default(),
             changed_services: broadcast::Sender::new(MAX_UNREAD_CHANGES),
-            requests: watch::Sender::default(),
+            claims: Claims::default(),
             holds: Arc::default(),
             publications: Histogram::new(PUBLICATION_BUCKETS),
         }
@@ -411,21 +411,23 @@ impl Hub {
     pub fn watch_resources(&self, pod: Option<PodRef>) -> Resources {
         let index = self.index();
         let location = subscribers::location(&index, pod.as_ref());
+        let caller = pod.as_ref().map(|pod| pod.uid.clone());
         let mut subscribers = self.subscribers();
         let (id, queue) = subscribers.add_client(pod, location);
         let published = subscribers.published.subscribe();
         let hub = self.clone();
         Resources {
             hub,
+            caller: caller.unwrap_or_default(),
             id,
             queue,
             published,
         }
     }
 
-    /// What subscribers request of the source of the catalog.
-    pub fn requests(&self) -> watch::Receiver<Requests> {
-        self.requests.subscribe()
+    /// What subscribers claim to know, for the source of the catalog.
+    pub fn claims(&self) -> &Claims {
+        &self.claims
     }
 
     /// The Services that may have changed, at each publication.

@@ -412,8 +412,8 @@ async fn watch_catalog(
         config::Storage::Kubernetes => {
             let client = client.clone().expect(CLIENT);
             let report = |kind: &_| events::kind_unreadable(events, namespace, kind);
-            let requests = hub.requests();
-            catalog::kubernetes::run(client, config, freshness, sender, requests, report).await
+            let claims = hub.claims();
+            catalog::kubernetes::run(client, config, freshness, sender, claims, report).await
         }
         config::Storage::Files(folder) => {
             catalog::files::run(folder.clone(), trust_domain, freshness, sender).await

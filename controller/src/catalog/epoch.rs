@@ -4,7 +4,8 @@
 //! A watch whose list has a lower version than it has seen notices that etcd was restored. Its
 //! replica stores the time as the new epoch, before it applies the list; the others read it. Each
 //! lists all objects again then. The ConfigMap is restored too, so an epoch is never earlier than the
-//! one of the replica that stores it. A subscriber can only cause a read, at most one a second.
+//! one of the replica that stores it. A subscriber can only cause a read, at most one a second, and
+//! none for a while if its claim was false.
 
 use std::time::{Duration, SystemTime};
 
@@ -17,8 +18,8 @@ use tokio::time::sleep;
 
 use crate::api::{API_TIMEOUT, ApiError, metadata, request};
 use crate::authority::state::seconds;
+use crate::index::claims::{Claims, Subject};
 use crate::index::object::{Change, Event};
-use crate::index::position::Requests;
 
 /// The ConfigMap with the epoch. Without it, there was no restore.
 pub const CONFIG_MAP: &str = "diy-service-mesh-epoch";
@@ -32,7 +33,7 @@ const MIN_READ_INTERVAL: Duration = Duration::from_secs(1);
 pub struct Epoch {
     config_maps: Api<ConfigMap>,
     place: String,
-    requests: watch::Receiver<Requests>,
+    claims: Claims,
     changes: mpsc::Sender<Event>,
     known: Option<u64>,
     /// Whether a watch has noticed a restore since.
@@ -45,13 +46,13 @@ impl Epoch {
     pub fn new(
         client: Client,
         namespace: &str,
-        requests: watch::Receiver<Requests>,
+        claims: Claims,
         changes: mpsc::Sender<Event>,
     ) -> Epoch {
         Epoch {
             config_maps: Api::namespaced(client, namespace),
             place: format!("ConfigMap {namespace}/{CONFIG_MAP}"),
-            requests,
+            claims,
             changes,
             known: None,
             is_restored: watch::Sender::new(false),
@@ -75,6 +76,9 @@ impl Epoch {
             }
         };
         self.has_failed = false;
+        // A replica stores an epoch before its clients know of it.
+        let known = self.known.unwrap_or_default();
+        self.claims.answer(Subject::Epoch, known, epoch);
         if self.known == Some(epoch) {
             return false;
         }
@@ -88,10 +92,10 @@ impl Epoch {
     pub async fn changed(&mut self) {
         loop {
             sleep(MIN_READ_INTERVAL).await;
-            let answered = self.requests.borrow().epochs;
+            let known = self.known.unwrap_or_default();
             let mut restored = self.is_restored.subscribe();
             tokio::select! {
-                _ = self.requests.wait_for(|requests| requests.epochs != answered) => {}
+                () = self.claims.later_than(Subject::Epoch, known) => {}
                 _ = restored.wait_for(|is_restored| *is_restored) => {}
                 () = sleep(READ_INTERVAL) => {}
             }
@@ -196,10 +200,9 @@ mod tests {
     #[tokio::test]
     async fn restore_is_stored_unless_another_replica_has_stored_it() {
         let (mut server, cluster) = Server::start(Timing::default()).await;
-        let requests = watch::Sender::new(Requests::default());
         let (sender, mut changes) = mpsc::channel(4);
-        let requests = requests.subscribe();
-        let mut epoch = Epoch::new(cluster.client.clone(), "mesh", requests, sender);
+        let claims = cluster.claims.clone();
+        let mut epoch = Epoch::new(cluster.client.clone(), "mesh", claims, sender);
         let (begins, _) = tokio::join!(epoch.read(), server.respond(200, stored("7", "69")));
         assert!(!begins, "it is the first one");
         assert_eq!(changes.try_recv().unwrap().change, Change::Epoch(7));

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use kube::Client;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 
 use super::definitions::watch_custom;
 use super::epoch::Epoch;
@@ -19,8 +19,8 @@ use super::resources::resources;
 use super::watch::Timing;
 use crate::api::bytes::Pages;
 use crate::config::Config;
+use crate::index::claims::Claims;
 use crate::index::object::{Change, Event, Kind};
-use crate::index::position::Requests;
 
 /// Interval of checks whether kinds cannot be read.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -32,11 +32,11 @@ pub async fn run(
     config: &Config,
     freshness: &Freshness,
     changes: mpsc::Sender<Event>,
-    requests: watch::Receiver<Requests>,
+    claims: &Claims,
     report: impl Fn(&Unreadable),
 ) {
     let namespace = &config.pod_namespace;
-    let mut epoch = Epoch::new(client.clone(), namespace, requests.clone(), changes.clone());
+    let mut epoch = Epoch::new(client.clone(), namespace, claims.clone(), changes.clone());
     // The states of the first proxies have an order.
     epoch.read().await;
     let context = Context {
@@ -44,7 +44,7 @@ pub async fn run(
         namespace,
         freshness,
         changes: &changes,
-        requests: &requests,
+        claims,
         is_restored: &epoch.is_restored(),
         pages: &Pages::default(),
         timing: Timing::default(),
@@ -106,6 +106,8 @@ async fn follow(kind: Kind, client: &Client, fields: Option<&str>, context: Cont
 mod tests {
     use std::cell::RefCell;
 
+    use tokio::sync::watch;
+
     use super::super::freshness::MAX_FAILURE;
     use super::*;
 
@@ -118,7 +120,7 @@ mod tests {
             namespace: "mesh",
             freshness: &freshness,
             changes: &sender,
-            requests: &watch::channel(Requests::default()).1,
+            claims: &Claims::default(),
             is_restored: &watch::Sender::new(false),
             pages: &Pages::default(),
             timing: Timing::default(),

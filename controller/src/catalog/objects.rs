@@ -14,8 +14,8 @@ use super::marker::{self, Marker};
 use super::resources::{read, resource};
 use super::watch::{Sink, Target, Timing, Update, watch as follow};
 use crate::api::bytes::Pages;
+use crate::index::claims::{Claims, Subject};
 use crate::index::object::{Change, Event, Kind, Object};
-use crate::index::position::Requests;
 
 /// Time for a new epoch. Without one, proxies refuse the states of this replica for a while.
 const EPOCH_TIMEOUT: Duration = Duration::from_secs(10);
@@ -33,7 +33,7 @@ pub(super) struct Context<'a> {
     pub namespace: &'a str,
     pub freshness: &'a Freshness,
     pub changes: &'a mpsc::Sender<Event>,
-    pub requests: &'a watch::Receiver<Requests>,
+    pub claims: &'a Claims,
     pub is_restored: &'a watch::Sender<bool>,
     pub pages: &'a Pages,
     pub timing: Timing,
@@ -46,8 +46,6 @@ pub(super) struct Objects<'a> {
     context: Context<'a>,
     /// The latest version since the list, if the objects were listed.
     latest: Option<Option<u64>>,
-    /// The requests for later events before the latest LIST.
-    answered: u64,
 }
 
 impl<'a> Objects<'a> {
@@ -57,7 +55,6 @@ impl<'a> Objects<'a> {
             client: client.clone(),
             context,
             latest: None,
-            answered: 0,
         }
     }
 
@@ -162,6 +159,11 @@ impl<'a> Objects<'a> {
         }
     }
 
+    /// The version up to which all events were received.
+    fn seen(&self) -> u64 {
+        self.latest.flatten().unwrap_or_default()
+    }
+
     async fn queue(&self, event: Event) {
         // An error means that the controller stops, and with it the watches.
         let _ = self.context.changes.send(event).await;
@@ -203,17 +205,14 @@ impl Sink for Objects<'_> {
         self.queue(Event { change, version }).await;
     }
 
-    fn begin_list(&mut self) {
-        self.answered = self.context.requests.borrow().kinds[self.kind as usize];
+    async fn claimed(&self) {
+        let subject = Subject::Kind(self.kind);
+        self.context.claims.later_than(subject, self.seen()).await;
     }
 
-    async fn requested(&self) {
-        let mut requests = self.context.requests.clone();
-        let is_new = |requests: &Requests| requests.kinds[self.kind as usize] != self.answered;
-        if requests.wait_for(is_new).await.is_err() {
-            // The controller stops.
-            std::future::pending().await
-        }
+    fn answer(&self, current: u64) -> bool {
+        let subject = Subject::Kind(self.kind);
+        self.context.claims.answer(subject, self.seen(), current)
     }
 
     fn failed(&mut self, error: String) {

@@ -12,15 +12,14 @@ use super::freshness::Freshness;
 use super::objects::Context;
 use super::watch::Timing;
 use crate::api::bytes::Pages;
+use crate::index::claims::Claims;
 use crate::index::object::{Change, Event};
-use crate::index::position::Requests;
 
 /// What the watches of a [`Server`] need.
 pub struct Cluster {
     pub client: Client,
     changes: mpsc::Sender<Event>,
-    pub requests: watch::Sender<Requests>,
-    known: watch::Receiver<Requests>,
+    pub claims: Claims,
     pub is_restored: watch::Sender<bool>,
     freshness: Freshness,
     pages: Pages,
@@ -34,7 +33,7 @@ impl Cluster {
             namespace: "mesh",
             freshness: &self.freshness,
             changes: &self.changes,
-            requests: &self.known,
+            claims: &self.claims,
             is_restored: &self.is_restored,
             pages: &self.pages,
             timing: self.timing,
@@ -68,10 +67,8 @@ impl Server {
         let url = format!("http://{address}");
         let (sender, changes) = mpsc::channel(16);
         let freshness = Freshness::default();
-        let (requests, known) = watch::channel(Requests::default());
         let cluster = Cluster {
-            requests,
-            known,
+            claims: Claims::default(),
             is_restored: watch::Sender::new(false),
             client: Client::try_from(Config::new(url.parse().unwrap())).unwrap(),
             changes: sender,

@@ -3,9 +3,11 @@
 //! Each request has a deadline: a LIST, the start of a watch, and the watch itself, which the API
 //! server ends after [`WATCH_SECONDS`]. A request that exceeds it is abandoned and repeated with
 //! back-off. A watch resumes from the last version. Objects are listed again only if the API server
-//! refuses that version, or if the watch is silent while proxies know of later events from another
-//! replica; the list then replaces the previous one in a single change, so that no
-//! state in between is visible.
+//! refuses that version; the list then replaces the previous one in a single change, so that no state
+//! in between is visible.
+//!
+//! A watch is started again at its last version if it is silent while proxies claim to know of later
+//! events from another replica, and the cluster has had any: one cheap request tells.
 //!
 //! Objects are parsed one by one from the text of a page or of an event, of which few are in memory
 //! at a time. A page over the limit is requested again with half as many objects.
@@ -31,8 +33,6 @@ const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 /// Invalid objects that the log names.
 const MAX_NAMED: usize = 100;
-/// Minimum time between two LISTs in place of silent watches, as a multiple of what one takes.
-const MIN_LIST_INTERVAL: u32 = 10;
 /// The duration of a watch, in seconds. The API server ends it.
 const WATCH_SECONDS: u32 = 180;
 
@@ -45,8 +45,10 @@ pub(super) struct Timing {
     pub start_timeout: Duration,
     /// For the end of a watch.
     pub watch_timeout: Duration,
-    /// For an event of a watch, if someone knows of later ones.
+    /// For an event of a watch, if someone claims to know of later ones.
     pub stall_timeout: Duration,
+    /// Between two examinations of such claims.
+    pub claim_interval: Duration,
 }
 
 impl Default for Timing {
@@ -56,6 +58,7 @@ impl Default for Timing {
             start_timeout: Duration::from_secs(15),
             watch_timeout: Duration::from_secs(u64::from(WATCH_SECONDS) + 15),
             stall_timeout: Duration::from_secs(1),
+            claim_interval: Duration::from_secs(10),
         }
     }
 }
@@ -106,12 +109,14 @@ pub(super) trait Sink {
     /// Receives a change, with its resource version if it is an integer.
     async fn send(&mut self, update: Update<Self::Item>, version: Option<u64>);
 
-    /// A LIST begins, which answers all requests for later events.
-    fn begin_list(&mut self) {}
-
-    /// Waits until someone knows of later events than the watch has sent since the last LIST.
-    async fn requested(&self) {
+    /// Waits until someone claims to know of later events than were sent.
+    async fn claimed(&self) {
         std::future::pending().await
+    }
+
+    /// Answers these claims: the cluster has no event after this version. Returns whether one is true.
+    fn answer(&self, _: u64) -> bool {
+        false
     }
 
     /// A request has failed, in all versions of the resource.
@@ -157,7 +162,7 @@ pub(super) async fn watch<S: Sink>(target: Target<'_>, sink: &mut S, timing: Tim
         missing: 0,
         logged: String::new(),
         version: None,
-        next_list: Instant::now(),
+        next_answer: Instant::now(),
         invalid: BTreeSet::new(),
         backoff: Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL),
     };
@@ -175,8 +180,8 @@ struct Watch<'a, S: Sink> {
     logged: String,
     /// The version of the last event. `None`: the objects must be listed.
     version: Option<String>,
-    /// Before this time, a silent watch is not replaced by a LIST.
-    next_list: Instant,
+    /// Before this time, claims have no answer.
+    next_answer: Instant,
     /// The invalid objects.
     invalid: BTreeSet<Key>,
     backoff: Backoff,
@@ -199,8 +204,6 @@ impl<S: Sink> Watch<'_, S> {
     async fn list(&mut self) -> Result<(), Error> {
         let mut params = ListParams::default().limit(self.target.page_size);
         params.field_selector = self.target.fields.map(str::to_owned);
-        let started = Instant::now();
-        self.sink.begin_list();
         self.invalid.clear();
         let mut listed = Vec::new();
         let version = loop {
@@ -224,7 +227,6 @@ impl<S: Sink> Watch<'_, S> {
         };
         let version = version.filter(|version| !version.is_empty());
         let version = version.ok_or(Error::NoVersion)?;
-        self.next_list = started + started.elapsed() * MIN_LIST_INTERVAL;
         self.confirm();
         self.send(Update::Reset(listed), &version).await;
         self.version = Some(version);
@@ -267,10 +269,12 @@ impl<S: Sink> Watch<'_, S> {
             let line = tokio::select! {
                 line = timeout_at(deadline, lines.next()) => line,
                 () = self.stalled() => {
-                    let name = &self.target.name;
-                    tracing::info!("the watch of {name} lags behind another replica, listing again");
-                    self.version = None;
-                    return Ok(());
+                    if self.is_behind().await {
+                        let name = &self.target.name;
+                        tracing::info!("the watch of {name} lags behind another replica, restarting it");
+                        return Ok(());
+                    }
+                    continue;
                 }
             };
             let line = line.map_err(|_| Error::Timeout {
@@ -292,11 +296,43 @@ impl<S: Sink> Watch<'_, S> {
         Request::new(DynamicObject::url_path(&self.target.resources[0], None))
     }
 
-    /// Waits until someone knows of later events, and the watch stays silent.
+    /// Waits until someone claims to know of later events, and the watch stays silent.
     async fn stalled(&self) {
-        self.sink.requested().await;
+        self.sink.claimed().await;
         sleep(self.timing.stall_timeout).await;
-        sleep_until(self.next_list).await;
+        sleep_until(self.next_answer).await;
+        self.sink.claimed().await;
+    }
+
+    /// Whether the cluster has had events as claimed. Without an answer, the claims wait.
+    async fn is_behind(&mut self) -> bool {
+        self.next_answer = Instant::now() + self.timing.claim_interval;
+        match self.current().await {
+            Ok(current) => self.sink.answer(current),
+            Err(error) => {
+                let name = &self.target.name;
+                tracing::debug!("cannot read the current version of {name}: {error}");
+                false
+            }
+        }
+    }
+
+    /// The latest version of the cluster, from a list of the metadata of one object.
+    async fn current(&self) -> Result<u64, Error> {
+        let (deadline, client) = (self.timing.list_timeout, &self.target.client);
+        let request = self
+            .request()
+            .list_metadata(&ListParams::default().limit(1));
+        let request = request.map_err(invalid_request)?;
+        let current = async {
+            let response = bytes::send(client, request).await?;
+            bytes::read(response, self.target.pages.permit().await).await
+        };
+        let text = self.within(deadline, "LIST", current).await?;
+        let page: Page<'_> = parse(text.as_bytes())?;
+        let version = page.metadata.resource_version.ok_or(Error::NoVersion)?;
+        // Only integers are claimed.
+        version.parse().map_err(|_| Error::NoVersion)
     }
 
     async fn receive(&mut self, line: Text) -> Result<(), Error> {

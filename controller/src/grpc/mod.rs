@@ -237,6 +237,9 @@ impl Mesh {
         };
         let mut subscriber = hub.watch_resources(caller.pod.clone());
         subscriber.set_lacking(lacking);
+        if caller.pod.is_none() {
+            subscriber.set_caller(caller.user.clone());
+        }
         let reports_traffic = announces(announced, CAPABILITY_TRAFFIC);
         let watched = proxy.watched().filter(|_| reports_traffic);
         let charge = call.peer.charge();

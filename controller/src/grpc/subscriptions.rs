@@ -496,6 +496,7 @@ mod tests {
 
     use super::*;
     use crate::hub::Hub;
+    use crate::index::claims::Subject;
     use crate::index::object::{Change, Event, Key, Kind, Object};
     use crate::index::tests::Chance;
     use crate::quota::Quotas;
@@ -725,8 +726,8 @@ mod tests {
         stream.subscribe(subscribe(2, known(20, 0))).unwrap();
         stream.subscribe(subscribe(3, known(20, 0))).unwrap();
         stream.subscribe(subscribe(4, known(20, 0))).unwrap();
-        let requests = hub.requests();
-        assert_eq!(requests.borrow().kinds[Kind::Pod as usize], 3);
+        let claims = hub.claims();
+        assert_eq!(claims.pending(Subject::Kind(Kind::Pod)), 1);
         let unsubscribe = proto::Unsubscribe {
             name: destination(3).to_string(),
             r#type: 0,
@@ -746,7 +747,7 @@ mod tests {
         assert_eq!(stream.behind_until(), None);
         // A later epoch, or a client that lies.
         stream.subscribe(subscribe(5, known(1, 1000))).unwrap();
-        assert_eq!(requests.borrow().epochs, 1);
+        assert_eq!(claims.pending(Subject::Epoch), 1);
         let until = stream.behind_until().unwrap();
         assert_eq!(until, Instant::now() + MAX_CATCH_UP);
         tokio::time::advance(MAX_CATCH_UP).await;

@@ -10,13 +10,15 @@ use super::queue::Queue;
 use super::watched::Resolved;
 use crate::index::endpoints::{Delta, Endpoints};
 use crate::index::object::Resource;
-use crate::index::position::{Known, Lack, Position};
+use crate::index::position::{Known, Position};
 use crate::index::state::State;
 use crate::index::version::Version;
 
 /// A subscriber to resources. Dropping it ends its subscriptions.
 pub struct Resources {
     pub(super) hub: Hub,
+    /// Whose claims are suspended if one was false: the UID of the pod.
+    pub(super) caller: Arc<str>,
     pub(super) id: u64,
     pub(super) queue: Arc<Queue>,
     pub(super) published: watch::Receiver<Option<Arc<Position>>>,
@@ -30,16 +32,18 @@ impl Resources {
         position.is_some_and(|position| position.lacks(known).next().is_some())
     }
 
-    /// Requests what this replica lacks from its source.
+    /// Sets the name of a caller without a pod.
+    pub fn set_caller(&mut self, user: Arc<str>) {
+        self.caller = user;
+    }
+
+    /// Tells the source what this replica lacks.
     pub fn catch_up(&self, known: &Known) {
         let position = self.published.borrow().clone();
-        let lacks = position.iter().flat_map(|position| position.lacks(known));
-        self.hub.requests.send_modify(|requests| {
-            lacks.for_each(|lack| match lack {
-                Lack::Epoch => requests.epochs += 1,
-                Lack::Kind(kind) => requests.kinds[kind as usize] += 1,
-            });
-        });
+        for lack in position.iter().flat_map(|position| position.lacks(known)) {
+            let (subject, version) = known.claim(lack);
+            self.hub.claims.add(&self.caller, subject, version);
+        }
     }
 
     /// The latest position whose changes are published, and later ones.

@@ -5,6 +5,7 @@
 //! change depends on the affected objects, not on the size of the cluster.
 
 pub mod authorization;
+pub mod claims;
 pub mod dependencies;
 pub mod endpoints;
 pub mod excess;

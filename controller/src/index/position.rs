@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 
+use super::claims::Subject;
 use super::object::Kind;
 
 const KINDS: usize = Kind::ALL.len();
@@ -53,16 +54,6 @@ pub enum Progress {
     Bookmark,
     /// There are no objects.
     NotInstalled,
-}
-
-/// What subscribers request of the source: it has answered earlier requests if the numbers are the
-/// same.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Requests {
-    /// Of each kind: how often subscribers knew of later events.
-    pub kinds: [u64; KINDS],
-    /// How often subscribers knew of a later epoch.
-    pub epochs: u64,
 }
 
 /// The events of the Kubernetes API so far.
@@ -176,6 +167,19 @@ impl Position {
                 Some(time) => format!("{}, restored at {time}", self.cluster),
             },
             components,
+        }
+    }
+}
+
+impl Known {
+    /// The subject of a lack, and its version that is known.
+    pub fn claim(&self, lack: Lack) -> (Subject, u64) {
+        match lack {
+            Lack::Epoch => {
+                let epochs = self.0.iter().map(|(epoch, _)| *epoch);
+                (Subject::Epoch, epochs.max().unwrap_or_default())
+            }
+            Lack::Kind(kind) => (Subject::Kind(kind), self.0[kind as usize].1),
         }
     }
 }

@@ -6,6 +6,7 @@ use super::super::objects::Objects;
 use super::super::resources::{MAX_OBJECT_BYTES, resources};
 use super::super::testing::{Server, event, failure, list};
 use super::*;
+use crate::index::claims::Subject;
 use crate::index::object::Kind;
 
 /// Requests that hang are abandoned soon; other requests that exceed this are repeated.
@@ -14,6 +15,7 @@ const TIMING: Timing = Timing {
     start_timeout: Duration::from_millis(500),
     watch_timeout: Duration::from_secs(1),
     stall_timeout: Duration::from_millis(100),
+    claim_interval: Duration::from_millis(100),
 };
 
 /// A server that a watch of a kind uses.
@@ -121,28 +123,41 @@ async fn object_over_the_limit_leaves_the_others_readable() {
 }
 
 #[tokio::test]
-async fn one_list_replaces_a_silent_watch_if_proxies_know_of_later_events() {
+async fn claims_restart_a_silent_watch_without_a_list_if_one_is_true() {
     let (mut server, cluster) = Server::start(TIMING).await;
-    let requests = cluster.requests.clone();
+    let claims = cluster.claims.clone();
     tokio::spawn(async move {
         let mut objects = Objects::new(Kind::Service, &cluster.client, cluster.context());
         objects.watch(resources(Kind::Service), None).await;
     });
     server.respond(200, list("7", "", &[])).await;
     assert_eq!(server.change().await, "reset Service []");
-    server.events(&[]).await;
-    for kind in [Kind::Pod, Kind::Service, Kind::Service] {
-        requests.send_modify(|requests| requests.kinds[kind as usize] += 1);
-    }
-    let one = service("a", "10.0.0.1", "8");
-    let listing = server.respond(200, list("9", "", &[one])).await;
-    assert_eq!(listing, "", "a LIST before the end of the watch");
-    assert_eq!(server.change().await, "reset Service [shop/a]");
-    // All requests are answered: the next watch lasts until its own end.
-    let started = Instant::now();
-    assert_eq!(server.events(&[]).await, "watch=true&resourceVersion=9");
+    let (watch, _) = server.events_at("watch=true", &[]).await;
+    let (honest, liar) = ("1".into(), "2".into());
+    let subject = Subject::Kind(Kind::Service);
+    claims.add(&honest, Subject::Kind(Kind::Pod), 9);
+    claims.add(&liar, subject, 1_000);
+    // One object, without its spec.
+    server
+        .respond_at("?&limit=1", 200, list("8", "", &[]))
+        .await;
+    // The watch goes on, and the caller is not believed again.
+    claims.add(&liar, subject, 8);
+    let added = event("ADDED", service("a", "10.0.0.1", "8"));
+    server.more_events(watch, &[added]).await;
+    assert_eq!(server.change().await, "apply shop/a");
+    claims.add(&honest, subject, 9);
+    server
+        .respond_at("?&limit=1", 200, list("9", "", &[]))
+        .await;
+    let missed = event("ADDED", service("b", "10.0.0.2", "9"));
+    let restarted = server.events(&[missed]).await;
+    assert_eq!(restarted, "watch=true&resourceVersion=8");
+    assert_eq!(server.change().await, "apply shop/b");
+    assert_eq!(server.early(), [""; 0], "no LIST");
+    // All claims are answered: the watch lasts until its own end.
+    assert_eq!(claims.pending(subject), 0);
     assert_eq!(server.hang().await, "watch=true&resourceVersion=9");
-    assert!(started.elapsed() >= TIMING.watch_timeout);
 }
 
 #[tokio::test]
