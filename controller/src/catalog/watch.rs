@@ -219,6 +219,10 @@ impl<S: Sink> Watch<'_, S> {
             for item in page.items.into_iter().flatten() {
                 listed.extend(self.convert(item)?.item);
             }
+            // The next objects may be small again.
+            params.limit = params
+                .limit
+                .map(|limit| (limit * 2).min(self.target.page_size));
             let version = page.metadata.resource_version.clone();
             match page.metadata.next() {
                 Some(token) => params.continue_token = Some(token),

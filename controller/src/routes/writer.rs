@@ -275,6 +275,7 @@ impl Writer {
                     None => progress.succeeded(id, status.as_ref()),
                 }
             }
+            params.limit = params.limit.map(|limit| (limit * 2).min(PAGE_SIZE));
             match page.metadata.next() {
                 Some(token) => params.continue_token = Some(token),
                 None => return Ok(()),

@@ -102,7 +102,7 @@ async fn page_over_the_limit_is_requested_again_with_half_as_many_objects() {
     server.respond_at("?&limit=6", 200, first).await;
     let rest = list("7", "", &[grant("b")]);
     let second = server
-        .respond_at("?&limit=6&continue=more", 200, rest)
+        .respond_at("?&limit=12&continue=more", 200, rest)
         .await;
     assert_eq!(second, "continue=more");
     assert_eq!(
