@@ -10,12 +10,17 @@
 //! that a caller below its share may be refused when callers of several namespaces have used up twice
 //! the budget.
 
+mod log;
+
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use bytes::Bytes;
 use diy_mesh_control_plane::tls::{ConnectionSlot, Connections, connections};
+pub use log::Lines;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::Instant;
 use tonic::Status;
 
 use crate::authenticate::Caller;
@@ -26,6 +31,10 @@ const MAX_ALL_CONNECTIONS: usize = 50_000;
 pub const MAX_CONNECTIONS: usize = 16;
 /// A proxy has two or three: streams, and requests for certificates.
 pub const MAX_CALLS: usize = 16;
+/// Calls of a caller that fail at once, and the time after which a further one may fail. Beyond that,
+/// its calls are refused without work.
+const MAX_FAILURES: u32 = 20;
+const FAILURE_INTERVAL: Duration = Duration::from_secs(1);
 /// The memory of a subscription with a state that no other subscriber has, as of an unknown address;
 /// also of a Service in WatchServices.
 pub const SUBSCRIPTION_BYTES: usize = 2048;
@@ -40,6 +49,7 @@ const BUDGET_BYTES: usize = 256 * 1024 * 1024;
 pub struct Quotas {
     callers: Arc<Mutex<HashMap<Arc<str>, Weak<Quota>>>>,
     connections: Arc<Connections>,
+    lines: Lines,
 }
 
 impl Default for Quotas {
@@ -61,6 +71,15 @@ pub struct Quota {
     calls: Arc<Semaphore>,
     /// The namespace and the UID of the pod. Callers without a pod share one holder.
     holder: (Arc<str>, Arc<str>),
+    failures: Mutex<Failures>,
+}
+
+/// A bucket of tokens: each failed call takes one.
+#[derive(Debug)]
+struct Failures {
+    left: u32,
+    /// The time of the latest token.
+    refilled: Instant,
 }
 
 /// Bytes that a connection holds, which are charged until they are dropped.
@@ -160,12 +179,18 @@ impl Quotas {
         Quotas {
             callers: Arc::default(),
             connections: connections(MAX_ALL_CONNECTIONS, bytes),
+            lines: Lines::default(),
         }
     }
 
     /// The slots of all connections.
     pub fn connections(&self) -> &Arc<Connections> {
         &self.connections
+    }
+
+    /// The log lines about callers.
+    pub fn lines(&self) -> &Lines {
+        &self.lines
     }
 
     /// The charged bytes of all callers, and the budget.
@@ -191,6 +216,10 @@ impl Quotas {
             connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
             calls: Arc::new(Semaphore::new(MAX_CALLS)),
             holder: holder.unwrap_or_else(|| ("".into(), "".into())),
+            failures: Mutex::new(Failures {
+                left: MAX_FAILURES,
+                refilled: Instant::now(),
+            }),
         });
         quotas.insert(key.clone(), Arc::downgrade(&quota));
         quota
@@ -216,6 +245,35 @@ impl Quota {
         let permit = self.calls.clone().try_acquire_owned();
         let permit = permit.map_err(|_| exhausted(MAX_CALLS, "open calls", "end some of them"))?;
         Ok(Counted(permit, self.clone()))
+    }
+
+    /// Refuses a call if too many have failed of late.
+    pub fn check_failures(&self) -> Result<(), Status> {
+        if self.failures().left > 0 {
+            return Ok(());
+        }
+        Err(Status::resource_exhausted(format!(
+            "the last {MAX_FAILURES} calls of this pod or user have failed; try again in a few seconds"
+        )))
+    }
+
+    /// A call has failed.
+    pub fn record_failure(&self) {
+        let mut failures = self.failures();
+        failures.left = failures.left.saturating_sub(1);
+    }
+
+    fn failures(&self) -> MutexGuard<'_, Failures> {
+        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let since = now.duration_since(failures.refilled);
+        let new = (since.as_nanos() / FAILURE_INTERVAL.as_nanos()).min(MAX_FAILURES.into());
+        let new = u32::try_from(new).unwrap_or(MAX_FAILURES);
+        if new > 0 {
+            failures.left = (failures.left + new).min(MAX_FAILURES);
+            failures.refilled = now;
+        }
+        failures
     }
 }
 
@@ -283,6 +341,24 @@ mod tests {
         );
         assert_eq!(Arc::as_ptr(&quotas.of(&caller("web", Some("1")))), address);
         drop(connection);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn calls_are_refused_after_many_that_failed() {
+        let quota = Quotas::default().of(&caller("web", Some("1")));
+        for _ in 0..MAX_FAILURES {
+            quota.check_failures().unwrap();
+            quota.record_failure();
+        }
+        let refused = quota.check_failures().unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
+        tokio::time::advance(FAILURE_INTERVAL).await;
+        quota.check_failures().unwrap();
+        quota.record_failure();
+        quota.check_failures().unwrap_err();
+        tokio::time::advance(FAILURE_INTERVAL * 1000).await;
+        (0..MAX_FAILURES).for_each(|_| quota.record_failure());
+        quota.check_failures().unwrap_err();
     }
 
     #[test]

@@ -60,6 +60,8 @@ impl Signer {
         peer: Option<SocketAddr>,
     ) -> Result<proto::SignCertificateResponse, Status> {
         let begun = Instant::now();
+        let quota = self.context.quotas.of(caller);
+        quota.check_failures()?;
         let response = async {
             let slot = self.slots.acquire().await;
             let _slot = slot.expect("the semaphore is never closed");
@@ -68,7 +70,12 @@ impl Signer {
             let response = self.issue(&message.csr, pod, &identity, peer).await;
             if let Err(status) = &response {
                 let reason = status.message();
-                tracing::info!(%identity, %pod, ?peer, "certificate request rejected: {reason}");
+                let lines = self.context.quotas.lines();
+                if let Some(omitted) = lines.begin(&pod.uid, "SignCertificate") {
+                    tracing::info!(
+                        %identity, %pod, ?peer, "certificate request rejected: {reason}{omitted}"
+                    );
+                }
                 // The proxy retries elsewhere.
                 if status.code() != Code::Unavailable {
                     let (kind, action) = ("CertificateRefused", "SignCertificate");
@@ -88,7 +95,10 @@ impl Signer {
         metrics.signing.observe(begun.elapsed().as_secs_f64());
         match result {
             Ok(_) => &metrics.certificates_issued,
-            Err(_) => &metrics.certificates_refused,
+            Err(_) => {
+                quota.record_failure();
+                &metrics.certificates_refused
+            }
         }
         .inc();
         result

@@ -1,6 +1,6 @@
 //! What operators are told of the proxy of one Discover stream, in the log and in Events on its pod:
 //! that it rejects an update, that its clock is wrong, that its certificate has expired. Each once for
-//! a stream, whatever the proxy sends.
+//! a stream, whatever the proxy sends, and in the log once a minute for a pod.
 
 use std::mem::replace;
 use std::time::{Duration, SystemTime};
@@ -16,6 +16,7 @@ use crate::events;
 use crate::issuer::BACKDATED;
 use crate::metrics::Metrics;
 use crate::proxies::ConnectedGuard;
+use crate::quota::Lines;
 
 /// A stream ends before.
 const MAX_EXPIRY: Duration = Duration::from_secs(86_400);
@@ -25,6 +26,7 @@ pub(super) struct Told<'a> {
     proxy: &'a ConnectedGuard,
     events: &'a Events,
     metrics: &'a Metrics,
+    lines: &'a Lines,
     has_rejected: bool,
     is_skewed: bool,
     has_expired: bool,
@@ -38,6 +40,7 @@ impl<'a> Told<'a> {
             proxy,
             events: &context.events,
             metrics: &context.metrics,
+            lines: context.quotas.lines(),
             has_rejected: false,
             is_skewed: false,
             has_expired: false,
@@ -97,9 +100,13 @@ impl<'a> Told<'a> {
         self.tell("CertificateExpired", note);
     }
 
-    fn tell(&self, reason: &str, note: &str) {
-        tracing::warn!("{} {note}", self.proxy);
-        if let Some(pod) = self.proxy.pod() {
+    fn tell(&self, reason: &'static str, note: &str) {
+        let pod = self.proxy.pod();
+        let uid = pod.as_ref().map(|pod| pod.uid.clone()).unwrap_or_default();
+        if let Some(omitted) = self.lines.begin(&uid, reason) {
+            tracing::warn!("{} {note}{omitted}", self.proxy);
+        }
+        if let Some(pod) = pod {
             events::of_pod(
                 self.events,
                 &pod,
@@ -141,6 +148,7 @@ mod tests {
             proxy: &proxy,
             events: &events,
             metrics: &metrics,
+            lines: &Lines::default(),
             has_rejected: false,
             is_skewed: false,
             has_expired: false,
