@@ -141,22 +141,44 @@ impl Authorization {
             digest.number((*deny).into());
         }
     }
+}
 
-    /// Adds a policy without its rules: it denies every call at these ports.
-    fn add_excess(&mut self, name: String, mode: Mode, ports: Vec<u32>) {
-        let is_audit = mode == Mode::Audit;
-        match self.excess.iter_mut().find(|one| one.audit == is_audit) {
-            None => self.excess.push(proto::AuthorizationPolicy {
-                ports,
-                ..denying(name, mode)
-            }),
-            Some(before) => {
-                let covers_all = before.ports.is_empty() || ports.is_empty();
-                let union: BTreeSet<u32> = before.ports.drain(..).chain(ports).collect();
-                if !covers_all && union.len() <= MAX_PORTS {
-                    before.ports.extend(union);
-                }
-            }
+/// The policies over the bound that have the same mode, while they are collected. Without their rules,
+/// they deny every call at their ports.
+struct Excess {
+    name: String,
+    mode: Mode,
+    /// `None`: all.
+    ports: Option<BTreeSet<u32>>,
+}
+
+impl Excess {
+    /// Adds a policy to those of its mode.
+    fn add(all: &mut Vec<Excess>, name: &str, mode: Mode, ports: Vec<u32>) {
+        let position = all.iter().position(|one| one.mode == mode);
+        let position = position.unwrap_or_else(|| {
+            all.push(Excess {
+                name: name.to_owned(),
+                mode,
+                ports: Some(BTreeSet::new()),
+            });
+            all.len() - 1
+        });
+        let known = &mut all[position].ports;
+        if ports.is_empty() {
+            *known = None;
+        } else if let Some(known) = known {
+            known.extend(ports);
+        }
+        if known.as_ref().is_some_and(|known| known.len() > MAX_PORTS) {
+            *known = None;
+        }
+    }
+
+    fn message(self) -> proto::AuthorizationPolicy {
+        proto::AuthorizationPolicy {
+            ports: self.ports.into_iter().flatten().collect(),
+            ..denying(self.name, self.mode)
         }
     }
 }
@@ -445,6 +467,7 @@ impl Index {
             ..Authorization::default()
         };
         let mut bytes = 2 * (MAX_PORTS * PORT_BYTES + MAX_NAME_BYTES);
+        let mut excess = Vec::new();
         for (policy, ports) in self.authorizing(pod, direction) {
             let key = &policy.key;
             match &policy.applied().effect {
@@ -471,7 +494,7 @@ impl Index {
                         if all.too_large.len() < MAX_REMEMBERED {
                             all.too_large.push(key.clone());
                         }
-                        all.add_excess(name(key), rules.mode(), ports);
+                        Excess::add(&mut excess, &rules.message.name, rules.mode(), ports);
                     }
                 }
             }
@@ -483,9 +506,15 @@ impl Index {
                 bytes += length;
                 all.routes.push(one);
             } else {
-                all.add_excess(one.rules.message.name.clone(), Mode::Enforce, one.ports);
+                Excess::add(
+                    &mut excess,
+                    &one.rules.message.name,
+                    Mode::Enforce,
+                    one.ports,
+                );
             }
         }
+        all.excess = excess.into_iter().map(Excess::message).collect();
         all.policies.sort_by(|one, other| one.key.cmp(&other.key));
         all
     }
