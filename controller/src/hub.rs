@@ -19,7 +19,7 @@ mod queue;
 mod resources;
 mod subscribers;
 mod timed;
-mod turns;
+pub(crate) mod turns;
 mod update;
 mod watched;
 
@@ -457,7 +457,12 @@ impl Hub {
     }
 
     /// Adds what is affected to the turns of its namespaces. `since` is the time of the oldest change.
-    fn begin_publication(&self, touched: &Touched, turns: &mut Turns, since: Option<Instant>) {
+    fn begin_publication(
+        &self,
+        touched: &Touched,
+        turns: &mut Turns<Arc<Resource>>,
+        since: Option<Instant>,
+    ) {
         let since = since.unwrap_or_else(Instant::now);
         let index = self.index();
         let mut subscribers = self.subscribers();
@@ -485,7 +490,7 @@ impl Hub {
     /// Resolves a part of what is affected, and notifies its subscribers. Returns whether something
     /// is left. The shared lock keeps the index unchanged while a resource is resolved, so that a
     /// new subscriber cannot replace a newer state.
-    fn publish(&self, turns: &mut Turns) -> bool {
+    fn publish(&self, turns: &mut Turns<Arc<Resource>>) -> bool {
         let index = self.index();
         let end = Instant::now() + MAX_SLICE;
         while let Some((resource, since)) = turns.next() {

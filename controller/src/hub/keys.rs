@@ -1,6 +1,6 @@
 //! The keys of issuers: what is to be fetched, for which policies, and what was fetched.
 
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 
 use tokio::time::Instant;
 
@@ -8,23 +8,35 @@ use super::Hub;
 use crate::authenticate::PodRef;
 use crate::authorization::keys::Source;
 use crate::authorization::keys::schedule::Schedule;
+use crate::routes::attach::RouteId;
 
 impl Hub {
-    /// Begins the attempts to fetch keys that are due. Forgets what no policy needs.
-    pub fn begin_fetches(&self, now: Instant) -> Vec<Source> {
-        let sources = self.index().key_sources();
-        self.fetches().begin(&sources, now)
-    }
-
-    /// Records the result of an attempt to fetch keys, for the statuses of the policies that need
-    /// them.
-    pub fn end_fetch(&self, source: Source, result: Result<String, String>, now: Instant) {
-        if self.fetches().end(&source, result, now) {
-            let policies = self.index().key_sources().remove(&source);
-            let policies = policies.unwrap_or_default();
+    /// Begins the attempts to fetch keys that are due, each with a namespace that needs them. Forgets
+    /// what no policy needs.
+    pub fn begin_fetches(&self, now: Instant) -> Vec<(Arc<str>, Source)> {
+        let index = self.index();
+        let sources = index.key_sources();
+        let (due, refused) = self.fetches().begin(sources, now);
+        let policies = refused.iter().flat_map(|source| sources.policies(source));
+        let policies: Vec<RouteId> = policies.collect();
+        drop(index);
+        if !policies.is_empty() {
             self.changed_statuses
                 .send_modify(|all| all.extend(policies));
         }
+        due
+    }
+
+    /// Records the result of an attempt to fetch keys, for the statuses of the policies that need
+    /// them. Returns whether it differs from the one before.
+    pub fn end_fetch(&self, source: &Source, result: Result<String, String>, now: Instant) -> bool {
+        let is_changed = self.fetches().end(source, result, now);
+        if is_changed {
+            let policies: Vec<_> = self.index().key_sources().policies(source).collect();
+            self.changed_statuses
+                .send_modify(|all| all.extend(policies));
+        }
+        is_changed
     }
 
     /// The proxy of a pod has met tokens with unknown keys of these issuers. Only those in its own
@@ -61,8 +73,10 @@ mod tests {
 
     use super::*;
     use crate::authorization::tests::policy;
-    use crate::index::object::{Change, Key, Object, Pod};
+    use crate::index::authorization::MAX_SOURCES;
+    use crate::index::object::{Change, Key, Kind, Object, Pod};
     use crate::index::tests::pod;
+    use crate::routes::statuses::Statuses;
 
     /// A policy for all pods of a namespace, with an issuer whose keys are there.
     fn issuing(namespace: &str, issuer: &str, keys: Value) -> Change {
@@ -105,8 +119,8 @@ mod tests {
         ]);
         let sources = hub.begin_fetches(now);
         assert_eq!(sources.len(), 3);
-        for source in sources {
-            hub.end_fetch(source, Ok(String::new()), now);
+        for (_, source) in sources {
+            hub.end_fetch(&source, Ok(String::new()), now);
         }
         hub
     }
@@ -131,7 +145,8 @@ mod tests {
             assert_eq!(hub.begin_fetches(start), []);
             let due = hub.begin_fetches(start + Duration::from_secs(10));
             let urls = expected.iter().map(|url| Source::Url(url.to_string()));
-            assert_eq!(due, Vec::from_iter(urls), "{pod:?}");
+            let due = due.into_iter().map(|(_, source)| source);
+            assert_eq!(Vec::from_iter(due), Vec::from_iter(urls), "{pod:?}");
         }
     }
 
@@ -145,6 +160,43 @@ mod tests {
         other.receive_unknown_keys(hub.unknown_keys(start).into_iter().chain(unknown));
         assert_eq!(other.unknown_keys(start), [""; 0]);
         let due = other.begin_fetches(start + Duration::from_secs(10));
-        assert_eq!(due, [Source::Url("https://shop/keys".to_owned())]);
+        let expected = Source::Url("https://shop/keys".to_owned());
+        assert_eq!(due, [("shop".into(), expected)]);
+    }
+
+    #[test]
+    fn sources_over_the_limit_of_a_namespace_are_not_fetched_and_its_policies_say_so() {
+        let (hub, start) = (Hub::default(), Instant::now());
+        let secret = |key: usize| json!({"type": "Secret", "secret": {"name": "idp", "key": format!("k{key:03}")}});
+        let issuing = |namespace: &str, number: usize| {
+            let issuer =
+                json!({"issuer": "https://id", "audiences": ["a"], "keys": secret(number)});
+            let spec = json!({"targetRefs": [{"kind": "Pod", "selector": {}}], "action": "ALLOW",
+                "issuers": [issuer], "rules": [{}]});
+            let policy = policy(namespace, &format!("p{number}"), &spec);
+            Change::Apply(Object::Authorization(policy))
+        };
+        hub.apply((0..100).map(|number| issuing("hostile", number)));
+        hub.apply([issuing("shop", 1)]);
+        let due = hub.begin_fetches(start);
+        assert_eq!(due.len(), MAX_SOURCES + 1);
+        let message = |number: usize| {
+            let id = (
+                Kind::Authorization,
+                Key::new("hostile", &format!("p{number}")),
+            );
+            let status = hub.get(&id).unwrap().unwrap();
+            status.issuers[0].1.message.clone()
+        };
+        let last = message(99).unwrap();
+        assert!(last.contains("more than 64"), "{last}");
+        assert_eq!(message(0), None);
+        // Without the first ones, the next ones are within the limit.
+        for (_, source) in due {
+            hub.end_fetch(&source, Ok(String::new()), start);
+        }
+        let deleted = (0..40).map(|number| Key::new("hostile", &format!("p{number}")));
+        hub.apply(deleted.map(|key| Change::Delete(Kind::Authorization, key)));
+        assert_eq!(hub.begin_fetches(start).len(), 36);
     }
 }

@@ -1,4 +1,5 @@
-//! What is to be published. Namespaces take turns, whatever the number of their resources.
+//! What is to be done, such as resources to publish and keys to fetch. Namespaces take turns,
+//! whatever the number of their items.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -6,46 +7,53 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use crate::index::object::Resource;
-
-/// The affected resources by the namespace of their target, with the time of their oldest change.
-#[derive(Default)]
-pub(super) struct Turns {
-    affected: BTreeMap<Arc<str>, BTreeMap<Arc<Resource>, Instant>>,
+/// The items by their namespace, with the time since which each waits.
+pub(crate) struct Turns<T> {
+    waiting: BTreeMap<Arc<str>, BTreeMap<T, Instant>>,
     /// The namespace of the last turn.
     last: Arc<str>,
 }
 
-impl Turns {
-    /// Adds a resource, once.
-    pub(super) fn add(&mut self, namespace: Arc<str>, resource: Arc<Resource>, since: Instant) {
-        let of_namespace = self.affected.entry(namespace).or_default();
-        of_namespace.entry(resource).or_insert(since);
+impl<T> Default for Turns<T> {
+    fn default() -> Self {
+        Turns {
+            waiting: BTreeMap::new(),
+            last: "".into(),
+        }
+    }
+}
+
+impl<T: Ord> Turns<T> {
+    /// Adds an item, once.
+    pub(crate) fn add(&mut self, namespace: Arc<str>, item: T, since: Instant) {
+        let of_namespace = self.waiting.entry(namespace).or_default();
+        of_namespace.entry(item).or_insert(since);
     }
 
-    /// A resource of the next namespace, and the time of its oldest change.
-    pub(super) fn next(&mut self) -> Option<(Arc<Resource>, Instant)> {
+    /// An item of the next namespace, and the time since which it waits.
+    pub(crate) fn next(&mut self) -> Option<(T, Instant)> {
         let after = (Bound::Excluded(&*self.last), Bound::Unbounded);
-        let mut following = self.affected.range::<str, _>(after);
-        let next = following.next().or_else(|| self.affected.first_key_value());
+        let mut following = self.waiting.range::<str, _>(after);
+        let next = following.next().or_else(|| self.waiting.first_key_value());
         let namespace = next?.0.clone();
-        let of_namespace = self.affected.get_mut(&namespace)?;
-        let resource = of_namespace.pop_first();
+        let of_namespace = self.waiting.get_mut(&namespace)?;
+        let item = of_namespace.pop_first();
         if of_namespace.is_empty() {
-            self.affected.remove(&namespace);
+            self.waiting.remove(&namespace);
         }
         self.last = namespace;
-        resource
+        item
     }
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.affected.is_empty()
+    pub(crate) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::index::object::Resource;
 
     #[test]
     fn namespaces_take_turns() {
@@ -55,7 +63,7 @@ mod tests {
             turns.add("large".into(), destination(port), now);
         }
         let mut order = Vec::new();
-        let mut take = |turns: &mut Turns| {
+        let mut take = |turns: &mut Turns<Arc<Resource>>| {
             let resource = turns.next().unwrap();
             order.push(turns.last.to_string());
             resource

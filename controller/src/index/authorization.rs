@@ -6,12 +6,14 @@
 //! ExternalAuth in the routes of Services are policies of their pods too.
 
 mod coverage;
+mod sources;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 pub use coverage::Covering;
 use diy_mesh_proto::mesh::v1 as proto;
+pub use sources::{KeySources, MAX_SOURCES};
 
 use super::limits::target_ports;
 use super::links::{Dirty, Link, Links};
@@ -28,7 +30,6 @@ use crate::authorization::{
     AuthorizationPolicy, Content, Direction, Effect, MAX_BYTES, MAX_POLICIES, Mode, Rules, Target,
     denying, name,
 };
-use crate::routes::attach::RouteId;
 use crate::routes::model::Rejection;
 use crate::routes::{self, ParentStatus, RouteStatus};
 
@@ -49,6 +50,7 @@ pub(super) struct Authorizations {
     pub(super) objects: Store<AuthorizationPolicy>,
     pub(super) targets: Store<TrafficTarget>,
     pub(super) tcp_groups: Store<TcpGroup>,
+    sources: KeySources,
     /// The namespace of the mesh. Empty: none.
     mesh: Arc<str>,
     /// The invalid policies of the mesh.
@@ -304,6 +306,7 @@ impl Index {
         let Some(Replaced(old)) = replaced else {
             return;
         };
+        all.sources.replace(key, old.as_ref(), all.objects.get(key));
         if is_of_mesh && is_invalid {
             all.invalid.insert(key.clone());
         } else {
@@ -342,16 +345,9 @@ impl Index {
             .for_each(|target| self.update_traffic_target(target, touched));
     }
 
-    /// Where the keys of issuers are, each with the policies that need them.
-    pub fn key_sources(&self) -> BTreeMap<Source, BTreeSet<RouteId>> {
-        let mut all: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
-        for policy in self.authorizations.objects.values() {
-            for fetched in policy.fetched() {
-                let id = (Kind::Authorization, policy.key.clone());
-                all.entry(fetched.source.clone()).or_default().insert(id);
-            }
-        }
-        all
+    /// Where the keys of issuers are.
+    pub fn key_sources(&self) -> &KeySources {
+        &self.authorizations.sources
     }
 
     /// The URLs of the keys of these issuers in the policies of a meshed pod.

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,23 +20,24 @@ use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client};
+use rustls::CertificateError;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_rustls::TlsConnector;
 
 use super::{MAX_KEY_BYTES, Source};
 use crate::api::{self, API_TIMEOUT};
 use crate::hub::Hub;
+use crate::hub::turns::Turns;
 use crate::index::object::Key;
 
 /// Time for a response of an issuer.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time between two looks for attempts that are due.
 const REVIEW_INTERVAL: Duration = Duration::from_secs(2);
-/// Attempts at a time. None waits for more than some that are slow.
+/// Attempts at a time. Namespaces take turns.
 const MAX_ATTEMPTS: usize = 16;
 
 /// What the operator of the mesh allows.
@@ -65,28 +67,35 @@ impl Fetcher {
     /// Fetches the keys of all sources, each again and again. Never ends.
     pub async fn run(&self, hub: &Hub) -> Infallible {
         hub.synced().await;
-        let (slots, mut attempts) = (Semaphore::new(MAX_ATTEMPTS), FuturesUnordered::new());
+        let (mut turns, mut attempts) = (Turns::default(), FuturesUnordered::new());
         let mut review = interval(REVIEW_INTERVAL);
         review.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
+            while attempts.len() < MAX_ATTEMPTS
+                && let Some((source, _)) = turns.next()
+            {
+                attempts.push(self.attempt(source));
+            }
             tokio::select! {
                 _ = review.tick() => {
-                    let due = hub.begin_fetches(Instant::now()).into_iter();
-                    attempts.extend(due.map(|source| self.attempt(source, &slots)));
+                    let now = Instant::now();
+                    for (namespace, source) in hub.begin_fetches(now) {
+                        turns.add(namespace, source, now);
+                    }
                 }
                 Some((source, result)) = attempts.next() => {
-                    hub.end_fetch(source, result, Instant::now());
+                    let error = result.as_ref().err().cloned();
+                    let is_changed = hub.end_fetch(&source, result, Instant::now());
+                    if let Some(error) = error.filter(|_| is_changed) {
+                        tracing::warn!("cannot fetch the keys of {source}: {error}");
+                    }
                 }
             }
         }
     }
 
-    async fn attempt(&self, source: Source, slots: &Semaphore) -> (Source, Result<String, String>) {
-        let _slot = slots.acquire().await;
+    async fn attempt(&self, source: Source) -> (Source, Result<String, String>) {
         let result = self.fetch(&source).await;
-        if let Err(message) = &result {
-            tracing::warn!("cannot fetch the keys of {source}: {message}");
-        }
         (source, result)
     }
 
@@ -146,7 +155,7 @@ impl Fetcher {
         let stream = stream.map_err(|error| format!("cannot connect to {host}: {error}"))?;
         let name = ServerName::try_from(host.to_owned()).map_err(|error| error.to_string())?;
         let stream = self.tls()?.connect(name, stream).await;
-        let stream = stream.map_err(|error| format!("TLS with {host}: {error}"))?;
+        let stream = stream.map_err(|error| format!("TLS with {host}: {}", tls_error(&error)))?;
         let path = uri.path_and_query().map_or("/", |path| path.as_str());
         let request = Request::get(path)
             .header(header::HOST, authority.as_str())
@@ -188,6 +197,21 @@ async fn get(
     tokio::select! {
         result = exchange => result,
         Err(error) = connection => Err(failed(error)),
+    }
+}
+
+/// The text of an error of TLS. Those about the validity of a certificate have the time in them, and
+/// each change of a status is a write.
+fn tls_error(error: &io::Error) -> String {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    match inner {
+        Some(rustls::Error::InvalidCertificate(CertificateError::ExpiredContext { .. })) => {
+            "the certificate has expired".to_owned()
+        }
+        Some(rustls::Error::InvalidCertificate(CertificateError::NotValidYetContext {
+            ..
+        })) => "the certificate is not valid yet".to_owned(),
+        _ => error.to_string(),
     }
 }
 

@@ -3,14 +3,17 @@
 //! choose the key IDs of their tokens. Also what was fetched. Pure: the caller passes the clock.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::{Entry, Source};
+use crate::index::authorization::{KeySources, MAX_SOURCES};
 
-/// Time between two attempts for a source.
+/// Time between two attempts for a source. Twice as long after each failure in a row.
 const FETCH_INTERVAL: Duration = Duration::from_secs(60);
+const MAX_FETCH_INTERVAL: Duration = Duration::from_secs(600);
 /// The same, while proxies report unknown keys.
 const REQUESTED_INTERVAL: Duration = Duration::from_secs(10);
 /// Time for which the other replicas see a report: the one that writes statuses has to fetch the
@@ -25,9 +28,13 @@ pub struct Schedule(BTreeMap<Source, Attempts>);
 
 #[derive(Debug, Default)]
 struct Attempts {
+    /// The source is over the limit of its namespace.
+    is_refused: bool,
     is_running: bool,
     /// The end of the latest one.
     ended: Option<Instant>,
+    /// Failures in a row.
+    failures: u32,
     /// The results. Without keys, the URL may be one that the operator of the mesh does not allow.
     entry: Entry,
     /// Proxies have reported an unknown key since the latest attempt began.
@@ -37,11 +44,27 @@ struct Attempts {
 }
 
 impl Attempts {
+    fn refused() -> Attempts {
+        let message = format!(
+            "the policies of the namespace have more than {MAX_SOURCES} sources of keys, and the keys \
+             of the others are fetched"
+        );
+        let mut attempts = Attempts {
+            is_refused: true,
+            ..Attempts::default()
+        };
+        attempts.entry.record(Err(message));
+        attempts
+    }
+
     fn is_due(&self, now: Instant) -> bool {
         let interval = if self.is_requested {
             REQUESTED_INTERVAL
         } else {
+            let factor = 2_u32.saturating_pow(self.failures.saturating_sub(1));
             FETCH_INTERVAL
+                .saturating_mul(factor)
+                .min(MAX_FETCH_INTERVAL)
         };
         let has_passed = |ended| now.saturating_duration_since(ended) >= interval;
         !self.is_running && self.ended.is_none_or(has_passed)
@@ -49,19 +72,35 @@ impl Attempts {
 }
 
 impl Schedule {
-    /// Begins the attempts that are due, for some of these sources. Forgets all others.
-    pub fn begin<T>(&mut self, sources: &BTreeMap<Source, T>, now: Instant) -> Vec<Source> {
-        self.0.retain(|source, _| sources.contains_key(source));
-        let mut due = vec![];
-        for source in sources.keys() {
-            let attempts = self.0.entry(source.clone()).or_default();
+    /// Begins the attempts that are due, for some of these sources, each with one of its namespaces.
+    /// Returns also the sources that are over the limit from now on. Forgets all others.
+    pub fn begin(
+        &mut self,
+        sources: &KeySources,
+        now: Instant,
+    ) -> (Vec<(Arc<str>, Source)>, Vec<Source>) {
+        let within = sources.within_limit();
+        let mut before = std::mem::take(&mut self.0);
+        let (mut due, mut refused) = (vec![], vec![]);
+        for (source, namespace) in &within {
+            let known = before.remove(*source).filter(|one| !one.is_refused);
+            let mut attempts = known.unwrap_or_default();
             if attempts.is_due(now) {
                 attempts.is_running = true;
                 attempts.is_requested = false;
-                due.push(source.clone());
+                due.push(((*namespace).clone(), (*source).clone()));
             }
+            self.0.insert((*source).clone(), attempts);
         }
-        due
+        for source in sources.excess().filter(|one| !within.contains_key(*one)) {
+            let known = before.remove(source).filter(|one| one.is_refused);
+            if known.is_none() {
+                refused.push(source.clone());
+            }
+            let attempts = known.unwrap_or_else(Attempts::refused);
+            self.0.insert(source.clone(), attempts);
+        }
+        (due, refused)
     }
 
     /// An attempt has ended. Returns whether its result differs from the one before.
@@ -71,6 +110,10 @@ impl Schedule {
         };
         attempts.is_running = false;
         attempts.ended = Some(now);
+        attempts.failures = match result {
+            Ok(_) => 0,
+            Err(_) => attempts.failures.saturating_add(1),
+        };
         attempts.entry.record(result)
     }
 
@@ -119,16 +162,46 @@ mod tests {
         Source::Url(format!("https://id.example.com/{number}"))
     }
 
+    /// The sources of as many namespaces.
+    fn sources_of(all: impl IntoIterator<Item = Source>) -> KeySources {
+        let mut sources = KeySources::default();
+        for (number, source) in all.into_iter().enumerate() {
+            sources.add(&Key::new(&number.to_string(), "p"), source);
+        }
+        sources
+    }
+
+    fn begin(schedule: &mut Schedule, sources: &KeySources, now: Instant) -> Vec<Source> {
+        let due = schedule.begin(sources, now).0.into_iter();
+        due.map(|(_, source)| source).collect()
+    }
+
+    #[test]
+    fn failures_in_a_row_delay_the_next_attempt() {
+        let (start, sources) = (Instant::now(), sources_of([url(1)]));
+        let mut schedule = Schedule::default();
+        let mut attempts = vec![];
+        for minute in 0..60 {
+            let now = start + Duration::from_secs(60) * minute;
+            for source in begin(&mut schedule, &sources, now) {
+                schedule.end(&source, fetched(minute >= 35), now);
+                attempts.push(minute);
+            }
+        }
+        assert_eq!(attempts[..7], [0, 1, 3, 7, 15, 25, 35]);
+        assert_eq!(attempts[7..], Vec::from_iter(36..60));
+    }
+
     fn fetched(is_success: bool) -> Result<String, String> {
         let keys = Some(String::new()).filter(|_| is_success);
         keys.ok_or_else(|| "down".to_owned())
     }
 
     /// A schedule whose sources have had keys at a time.
-    fn schedule(sources: &BTreeMap<Source, ()>, now: Instant) -> Schedule {
+    fn schedule(sources: &KeySources, now: Instant) -> Schedule {
         let mut schedule = Schedule::default();
-        let due = schedule.begin(sources, now);
-        assert_eq!(due.len(), sources.len());
+        let due = begin(&mut schedule, sources, now);
+        assert_eq!(due.len(), sources.within_limit().len());
         for source in due {
             schedule.end(&source, fetched(true), now);
         }
@@ -137,7 +210,7 @@ mod tests {
 
     #[test]
     fn reports_bring_the_attempts_of_their_source_forward_to_every_10_seconds() {
-        let (start, sources) = (Instant::now(), [url(1), url(2)].map(|one| (one, ())).into());
+        let (start, sources) = (Instant::now(), sources_of([url(1), url(2)]));
         let after = |seconds| start + Duration::from_secs(seconds);
         let mut schedule = schedule(&sources, start);
         let mut attempts = vec![];
@@ -146,7 +219,7 @@ mod tests {
             if second <= 25 {
                 (0..1000).for_each(|_| schedule.report(&url(1), after(second)));
             }
-            for source in schedule.begin(&sources, after(second)) {
+            for source in begin(&mut schedule, &sources, after(second)) {
                 // One that fails counts, too.
                 schedule.end(&source, fetched(second != 10), after(second));
                 attempts.push((source, second));
@@ -158,36 +231,42 @@ mod tests {
 
     #[test]
     fn report_during_an_attempt_causes_one_that_begins_after_it() {
-        let (start, sources) = (Instant::now(), [(url(1), ())].into());
+        let (start, sources) = (Instant::now(), sources_of([url(1)]));
         let after = |seconds| start + Duration::from_secs(seconds);
         let mut schedule = schedule(&sources, start);
-        assert_eq!(schedule.begin(&sources, after(60)), [url(1)]);
+        assert_eq!(begin(&mut schedule, &sources, after(60)), [url(1)]);
         schedule.report(&url(1), after(61));
-        assert_eq!(schedule.begin(&sources, after(75)), []);
+        assert_eq!(begin(&mut schedule, &sources, after(75)), []);
         schedule.end(&url(1), fetched(true), after(75));
-        assert_eq!(schedule.begin(&sources, after(84)), []);
-        assert_eq!(schedule.begin(&sources, after(85)), [url(1)]);
+        assert_eq!(begin(&mut schedule, &sources, after(84)), []);
+        assert_eq!(begin(&mut schedule, &sources, after(85)), [url(1)]);
         schedule.end(&url(1), fetched(true), after(85));
-        assert_eq!(schedule.begin(&sources, after(144)), []);
+        assert_eq!(begin(&mut schedule, &sources, after(144)), []);
     }
 
     #[test]
     fn reports_about_sources_that_have_had_no_keys_change_nothing() {
         let start = Instant::now();
         let mut schedule = Schedule::default();
-        let sources = [(url(1), ())].into();
-        assert_eq!(schedule.begin(&sources, start), [url(1)]);
+        let sources = sources_of([url(1)]);
+        assert_eq!(begin(&mut schedule, &sources, start), [url(1)]);
         schedule.end(&url(1), fetched(false), start);
         // The first one has failed, and no policy has the second one.
         for source in [url(1), url(2)] {
             schedule.report(&source, start);
             schedule.request(&source);
         }
-        assert_eq!(schedule.begin(&sources, start + REQUESTED_INTERVAL), []);
+        assert_eq!(
+            begin(&mut schedule, &sources, start + REQUESTED_INTERVAL),
+            []
+        );
         assert_eq!(schedule.reported(start), [""; 0]);
-        assert_eq!(schedule.begin(&sources, start + FETCH_INTERVAL), [url(1)]);
+        assert_eq!(
+            begin(&mut schedule, &sources, start + FETCH_INTERVAL),
+            [url(1)]
+        );
         assert_eq!(schedule.0.len(), 1);
-        schedule.begin::<()>(&BTreeMap::new(), start);
+        begin(&mut schedule, &KeySources::default(), start);
         assert_eq!(schedule.0.len(), 0);
     }
 
@@ -195,16 +274,16 @@ mod tests {
     fn replicas_share_recent_reports_of_their_own_proxies() {
         let secret = Source::Secret(Key::new("shop", "idp"), "jwks".to_owned());
         let urls = (1..100).map(url);
-        let sources = urls.chain([secret]).map(|source| (source, ())).collect();
+        let all: Vec<Source> = urls.chain([secret]).collect();
+        let sources = sources_of(all.clone());
         let start = Instant::now();
         let mut schedule = schedule(&sources, start);
-        sources.keys().for_each(|source| schedule.request(source));
+        all.iter().for_each(|source| schedule.request(source));
         assert_eq!(schedule.reported(start), [""; 0], "those of other replicas");
         schedule.report(&url(7), start);
         assert_eq!(schedule.reported(start), ["https://id.example.com/7"]);
         assert_eq!(schedule.reported(start + SHARE_TIME), [""; 0]);
-        let all = sources.keys();
-        all.for_each(|source| schedule.report(source, start));
+        all.iter().for_each(|source| schedule.report(source, start));
         assert_eq!(schedule.reported(start).len(), MAX_SHARED);
     }
 }

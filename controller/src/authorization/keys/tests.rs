@@ -1,11 +1,10 @@
 //! Keys in the status of policies.
 
-use std::collections::BTreeMap;
-
 use tokio::time::Instant;
 
 use super::schedule::Schedule;
 use super::*;
+use crate::index::authorization::KeySources;
 
 fn url() -> Source {
     Source::Url("https://id.example.com/keys".to_owned())
@@ -17,13 +16,13 @@ fn secret(namespace: &str) -> Source {
 
 /// A replica that has begun to fetch keys.
 fn begun() -> Schedule {
-    let sources = [url(), secret("shop"), secret("bank")];
-    let sources = BTreeMap::from(sources.map(|source| (source, ())));
+    let mut sources = KeySources::default();
+    for source in [url(), secret("shop"), secret("bank")] {
+        sources.add(&Key::new("shop", "p"), source);
+    }
     let mut schedule = Schedule::default();
-    assert_eq!(
-        schedule.begin(&sources, Instant::now()).len(),
-        sources.len()
-    );
+    let (due, refused) = schedule.begin(&sources, Instant::now());
+    assert_eq!((due.len(), refused.len()), (3, 0));
     schedule
 }
 

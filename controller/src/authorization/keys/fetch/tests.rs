@@ -235,8 +235,8 @@ fn hub(objects: impl IntoIterator<Item = Object>) -> Hub {
 async fn reported_keys_are_fetched_again_within_seconds() {
     let pod = Object::Pod(pod("a", &[]));
     let hub = hub([pod, policy("https://id/keys", &json!({}))]);
-    for source in hub.begin_fetches(Instant::now()) {
-        hub.end_fetch(source, Ok(KEYS.to_owned()), Instant::now());
+    for (_, source) in hub.begin_fetches(Instant::now()) {
+        hub.end_fetch(&source, Ok(KEYS.to_owned()), Instant::now());
     }
     // Attempts fail: the operator has not allowed the URL.
     let fetcher = Fetcher::new(None, Allowed::default());
