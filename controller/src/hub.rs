@@ -260,28 +260,8 @@ impl Hub {
             }
             is_changed
         });
-        self.invalid.send_if_modified(|invalid| {
-            let current = index.invalid_policies_of_mesh();
-            for key in current.difference(invalid) {
-                tracing::error!(
-                    "{} of the namespace of the mesh is invalid: running proxies keep their \
-                     policies, and pods that start wait; its status has the reason",
-                    authorization::name(key)
-                );
-            }
-            std::mem::replace(invalid, current.clone()) != *current
-        });
-        self.lost.send_if_modified(|lost| {
-            let current = index.lost_policies();
-            for namespace in current.difference(lost) {
-                tracing::error!(
-                    "the AuthorizationPolicies of namespace {namespace} were deleted with their \
-                     definition: its pods that start wait (of the namespace of the mesh: all pods); \
-                     install both again, or run: mesh authz forget {namespace}"
-                );
-            }
-            std::mem::replace(lost, current.clone()) != *current
-        });
+        let invalid = added(&self.invalid, index.invalid_policies_of_mesh());
+        let lost = added(&self.lost, index.lost_policies());
         self.unlisted.send_if_modified(|unlisted| {
             let mut is_changed = false;
             for (kind, is_readable) in &update.readable {
@@ -298,6 +278,20 @@ impl Hub {
         });
         self.mark_statuses(index.take_changed_statuses());
         drop(index);
+        for key in invalid {
+            tracing::error!(
+                "{} of the namespace of the mesh is invalid: running proxies keep their policies, and \
+                 pods that start wait; its status has the reason",
+                authorization::name(&key)
+            );
+        }
+        for namespace in lost {
+            tracing::error!(
+                "the AuthorizationPolicies of namespace {namespace} were deleted with their \
+                 definition: its pods that start wait (of the namespace of the mesh: all pods); install \
+                 both again, or run: mesh authz forget {namespace}"
+            );
+        }
         self.changed.send_replace(());
         true
     }
@@ -587,6 +581,20 @@ impl Statuses for Hub {
     fn changed(&self) -> &watch::Sender<BTreeSet<RouteId>> {
         &self.changed_statuses
     }
+}
+
+/// Replaces a set by the current one, if it differs, and returns what is new in it.
+fn added<T: Clone + Ord>(known: &watch::Sender<BTreeSet<T>>, current: &BTreeSet<T>) -> Vec<T> {
+    let mut added = Vec::new();
+    known.send_if_modified(|known| {
+        let is_changed = known != current;
+        if is_changed {
+            added.extend(current.difference(known).cloned());
+            known.clone_from(current);
+        }
+        is_changed
+    });
+    added
 }
 
 #[cfg(test)]
