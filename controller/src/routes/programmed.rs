@@ -303,10 +303,12 @@ impl Exceptions {
         }
     }
 
+    /// The worst outcome in the namespace of the object. Any meshed pod can say what it likes, so those
+    /// of other namespaces count in the message only.
     fn worst(&self) -> Option<&Outcome> {
         let named = self.named.iter().map(|(outcome, _)| outcome);
-        let more = self.more.iter().map(|(outcome, _)| outcome);
-        named.chain(more).min()
+        let own = self.more.iter().filter(|(_, [own, _])| *own > 0);
+        named.chain(own.map(|(outcome, _)| outcome)).min()
     }
 
     /// Whether it differs by more than the numbers of pods without a name.
