@@ -378,7 +378,7 @@ impl<S: Store> Reconciler<S> {
             let report = serde_json::from_str(&text);
             (name, report.unwrap_or_default())
         });
-        let (mut live, dead) = liveness.update(others.collect(), Instant::now(), report.beat);
+        let (mut live, dead) = liveness.update(others.collect(), Instant::now());
         for name in dead {
             tracing::info!("replica {name} has stopped, removing its report");
             self.store.report(&name, None).await?;

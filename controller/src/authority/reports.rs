@@ -20,9 +20,10 @@ const MAX_NAMES: usize = 20;
 const LIVENESS_TIMEOUT: Duration = Duration::from_secs(15);
 /// A report that has not changed for this time is removed.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(60);
-/// The age, in seconds, above which a report is removed at once. Clocks differ by less. Replicas that
-/// never live for [`REMOVAL_TIMEOUT`] leave no more reports than they start within this time.
-const MAX_AGE: u64 = 600;
+/// Reports without a change so far. Of more, those with the lowest numbers are removed at once: an
+/// object may have 256 KB of annotations, and replicas that never live for [`REMOVAL_TIMEOUT`] leave
+/// theirs.
+const MAX_UNCHANGED: usize = 8;
 /// The maximum number of pods in a report, 64 KB: an object may have 256 KB of annotations.
 const MAX_DIGESTS: usize = 4000;
 /// Above all digests.
@@ -240,28 +241,49 @@ impl Observation {
     }
 }
 
-/// Determines live replicas by the changes of their reports, with the clock of this replica.
+/// Determines live replicas by the changes of their reports, as this replica sees them. Their clocks
+/// may be wrong, and that of this replica too.
 #[derive(Debug, Default)]
-pub(super) struct Liveness(BTreeMap<String, (u64, Instant)>);
+pub(super) struct Liveness(BTreeMap<String, Seen>);
+
+#[derive(Debug)]
+struct Seen {
+    beat: u64,
+    since: Instant,
+    has_changed: bool,
+}
 
 impl Liveness {
-    /// Returns the live reports, and the names of reports to remove. `clock` is the time in seconds
-    /// since 1970.
+    /// Returns the live reports, and the names of reports to remove.
     pub(super) fn update(
         &mut self,
         reports: BTreeMap<String, Report>,
         now: Instant,
-        clock: u64,
     ) -> (BTreeMap<String, Report>, Vec<String>) {
         self.0.retain(|name, _| reports.contains_key(name));
+        let has_changed = |(name, report): &(&String, &Report)| {
+            let seen = self.0.get(*name);
+            seen.is_some_and(|seen| seen.has_changed || seen.beat != report.beat)
+        };
+        let unchanged = reports.iter().filter(|one| !has_changed(one));
+        let mut unchanged: Vec<_> = unchanged
+            .map(|(name, one)| (one.beat, name.clone()))
+            .collect();
+        unchanged.sort();
+        unchanged.truncate(unchanged.len().saturating_sub(MAX_UNCHANGED));
+        let is_excess = |name: &String| unchanged.iter().any(|(_, other)| other == name);
         let (mut live, mut dead) = (BTreeMap::new(), Vec::new());
         for (name, report) in reports {
-            let (beat, since) = self.0.entry(name.clone()).or_insert((report.beat, now));
-            if *beat != report.beat {
-                (*beat, *since) = (report.beat, now);
+            let seen = self.0.entry(name.clone()).or_insert(Seen {
+                beat: report.beat,
+                since: now,
+                has_changed: false,
+            });
+            if seen.beat != report.beat {
+                (seen.beat, seen.since, seen.has_changed) = (report.beat, now, true);
             }
-            let age = now.duration_since(*since);
-            if age >= REMOVAL_TIMEOUT || report.beat.saturating_add(MAX_AGE) < clock {
+            let age = now.duration_since(seen.since);
+            if age >= REMOVAL_TIMEOUT || is_excess(&name) {
                 dead.push(name);
             } else if age < LIVENESS_TIMEOUT {
                 live.insert(name, report);
@@ -445,31 +467,43 @@ mod tests {
         assert_eq!(pods, expected);
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn report_that_does_not_change_or_is_old_at_first_sight_is_removed() {
+    fn beats(all: &[(&str, u64)]) -> BTreeMap<String, Report> {
         let report = |beat| Report {
             beat,
             ..Report::default()
         };
-        let reports = |old, idle| {
-            let of = |(name, beat): (&str, u64)| (name.to_owned(), report(beat));
-            BTreeMap::from([("old", old), ("idle", idle)].map(of))
-        };
+        let all = all.iter();
+        all.map(|(name, beat)| ((*name).to_owned(), report(*beat)))
+            .collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn replicas_live_by_changes_of_their_reports_whatever_their_clocks_are() {
         let mut liveness = Liveness::default();
-        let mut update = |beat, clock| {
-            let (live, dead) = liveness.update(reports(beat, 5000), Instant::now(), clock);
-            (Vec::from_iter(live.into_keys()), dead)
+        let mut update = |day: u64, idle| {
+            let reports = beats(&[("behind", day), ("idle", idle), ("ahead", day * 1_000_000)]);
+            let (live, dead) = liveness.update(reports, Instant::now());
+            (Vec::from_iter(live.into_keys()).join(" "), dead)
         };
-        let (idle, old) = (vec!["idle".to_owned()], vec!["old".to_owned()]);
-        assert_eq!(update(5000 - MAX_AGE, 5001), (idle.clone(), old));
+        assert_eq!(update(1, 5000), ("ahead behind idle".to_owned(), vec![]));
         tokio::time::advance(LIVENESS_TIMEOUT).await;
-        let both = (vec!["old".to_owned()], vec![]);
-        assert_eq!(
-            update(5010, 5010),
-            both,
-            "one that does not change does not count"
-        );
+        assert_eq!(update(2, 5000), ("ahead behind".to_owned(), vec![]));
         tokio::time::advance(REMOVAL_TIMEOUT).await;
-        assert_eq!(update(5080, 5080).1, idle);
+        let idle = vec!["idle".to_owned()];
+        assert_eq!(update(3, 5000), ("ahead behind".to_owned(), idle));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn reports_of_many_replicas_that_have_stopped_are_removed_at_once() {
+        let mut liveness = Liveness::default();
+        liveness.update(beats(&[("live", 1)]), Instant::now());
+        let stopped = (10..30).map(|number| (number.to_string(), number));
+        let stopped: Vec<(String, u64)> = stopped.collect();
+        let all = stopped.iter().map(|(name, beat)| (&**name, *beat));
+        let all: Vec<_> = all.chain([("live", 2)]).collect();
+        let (live, dead) = liveness.update(beats(&all), Instant::now());
+        assert_eq!(live.len(), MAX_UNCHANGED + 1);
+        assert!(live.contains_key("live") && live.contains_key("29"));
+        assert_eq!(dead.len(), stopped.len() - MAX_UNCHANGED);
     }
 }
