@@ -74,12 +74,14 @@ impl KeyMaterial {
     /// Performs the renewals that are due at `now`. Returns `None` if none is.
     pub fn renewed(&self, names: &Names, now: SystemTime) -> Result<Option<Self>, Error> {
         let mut renewed = self.clone();
-        if self.ca.is_renewal_due(now) && self.next_ca.is_none() {
+        renewed.next_ca.take_if(|next| next.is_of_the_future(now));
+        if self.ca.is_renewal_due(now) && renewed.next_ca.is_none() {
             renewed.next_ca = Some(Credential::generate_ca(now)?);
         }
         let is_signing_due = |next: &mut Credential| {
             now >= next.certificate.not_before + BACKDATED + OVERLAP
                 || self.ca.certificate.has_expired(now)
+                || self.ca.is_of_the_future(now)
         };
         if let Some(next) = renewed.next_ca.take_if(is_signing_due) {
             renewed.previous_ca = Some(std::mem::replace(&mut renewed.ca, next).certificate);
@@ -280,7 +282,12 @@ impl Credential {
         CertifiedKey::from_der(vec![self.certificate.der.clone()], key, &provider)
     }
 
-    /// Whether two thirds of the lifetime have passed.
+    /// Whether it is not valid yet: the clock of the replica that has generated it was ahead.
+    fn is_of_the_future(&self, now: SystemTime) -> bool {
+        now < self.certificate.not_before
+    }
+
+    /// Whether two thirds of the lifetime have passed, or have not begun.
     fn is_renewal_due(&self, now: SystemTime) -> bool {
         let Certificate {
             not_before,
@@ -288,7 +295,7 @@ impl Credential {
             ..
         } = self.certificate;
         let lifetime = not_after.duration_since(not_before).unwrap_or_default();
-        now >= not_before + lifetime * 2 / 3
+        self.is_of_the_future(now) || now >= not_before + lifetime * 2 / 3
     }
 }
 
@@ -366,6 +373,22 @@ mod tests {
         );
         assert_eq!(renew(&material, start()), None);
         assert_eq!(renew(&material, start() + DAY * 59), None);
+    }
+
+    #[test]
+    fn certificates_of_the_future_are_replaced_at_once() {
+        for ahead in [DAY / 24, DAY, DAY * 30, DAY * 600] {
+            // A replica whose clock is ahead has generated all, or renewed what was due for it.
+            let generated = KeyMaterial::generate(&names(), start() + ahead);
+            let before = KeyMaterial::generate(&names(), start()).expect("generates certificates");
+            let renewed = renew(&before, start() + ahead);
+            for material in [generated.ok(), renewed].into_iter().flatten() {
+                let repaired = renew(&material, start()).unwrap_or(material);
+                let bundle = repaired.bundle();
+                assert!(is_trusted(&bundle, &repaired, "::1", start()), "{ahead:?}");
+                assert_eq!(renew(&repaired, start()), None, "{ahead:?}");
+            }
+        }
     }
 
     #[test]

@@ -4,6 +4,9 @@
 //! Level-triggered: every change of either object, and every minute, both are read and corrected.
 //! The injector writes no other object, and no other field of the webhook configuration.
 //!
+//! The API server is the only client of the webhook, so its clock alone judges the certificates: the
+//! `Date` of its responses.
+//!
 //! Replicas may write at the same time. The API server accepts one write; the other replica then
 //! reads the result. A deleted Secret is written again from memory, so that clients notice no
 //! change.
@@ -15,10 +18,12 @@ use std::time::{Duration, SystemTime};
 
 use diy_mesh_runtime::{Backoff, error_chain};
 use futures::StreamExt;
+use http::{Request, header};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
 use k8s_openapi::api::core::v1::{Pod, Secret};
 use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
+use kube::client::Body;
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client};
 use serde_json::json;
@@ -141,11 +146,13 @@ impl Reconciler<'_> {
         if self.current.is_none() {
             self.check_version().await?;
         }
-        let material = self.reconcile_secret().await?;
+        let now = self.now().await?;
+        let material = self.reconcile_secret(now).await?;
         self.publisher.publish(&material)?;
         let health = &self.publisher.health;
         if self.reconcile_ca_bundle(&material.bundle()).await? {
-            health.ready_until(material.serving_not_after());
+            let left = material.serving_not_after().duration_since(now);
+            health.ready_until(SystemTime::now() + left.unwrap_or_default());
         } else {
             let name = self.configuration_name;
             let reason = format!("MutatingWebhookConfiguration {name} does not exist");
@@ -167,14 +174,27 @@ impl Reconciler<'_> {
         Ok(())
     }
 
+    /// The time of the API server. The own one if its responses have none.
+    async fn now(&self) -> Result<SystemTime, Error> {
+        let request = Request::get("/version").body(Body::empty());
+        let request = async {
+            let request = request.map_err(kube::Error::HttpError)?;
+            self.client.send(request).await
+        };
+        let response = api("read the time of the API server", request).await?;
+        let date = response.headers().get(header::DATE);
+        let date = date.and_then(|date| httpdate::parse_http_date(date.to_str().ok()?).ok());
+        Ok(date.unwrap_or_else(SystemTime::now))
+    }
+
     /// Creates the Secret, or replaces it if it is invalid or a renewal is due. Returns its
     /// content.
-    async fn reconcile_secret(&self) -> Result<KeyMaterial, Error> {
+    async fn reconcile_secret(&self, now: SystemTime) -> Result<KeyMaterial, Error> {
         let params = PostParams::default();
         let read = self.secrets.get_opt(SECRET);
         let Some(stored) = api(&format!("read Secret {SECRET}"), read).await? else {
             tracing::info!("creating Secret {SECRET}");
-            let material = self.current_or_generated()?;
+            let material = self.current_or_generated(now)?;
             let secret = secret_with(new_secret(), &material);
             let create = self.secrets.create(&params, &secret);
             api(&format!("create Secret {SECRET}"), create).await?;
@@ -182,7 +202,7 @@ impl Reconciler<'_> {
         };
         let data = stored.data.as_ref();
         let material = match KeyMaterial::from_fields(|name| Some(data?.get(name)?.0.as_slice())) {
-            Ok(material) => match material.renewed(self.names, SystemTime::now())? {
+            Ok(material) => match material.renewed(self.names, now)? {
                 Some(renewed) => {
                     tracing::info!("renewing certificates in Secret {SECRET}");
                     renewed
@@ -191,7 +211,7 @@ impl Reconciler<'_> {
             },
             Err(error) => {
                 tracing::error!(%error, "invalid Secret {SECRET}; replacing its content");
-                self.current_or_generated()?
+                self.current_or_generated(now)?
             }
         };
         // The API server rejects the replacement if the Secret has changed since it was read.
@@ -202,8 +222,7 @@ impl Reconciler<'_> {
     }
 
     /// The certificates in use, renewed if due, or new ones at the first start.
-    fn current_or_generated(&self) -> Result<KeyMaterial, Error> {
-        let now = SystemTime::now();
+    fn current_or_generated(&self, now: SystemTime) -> Result<KeyMaterial, Error> {
         let Some(current) = &self.current else {
             return Ok(KeyMaterial::generate(self.names, now)?);
         };

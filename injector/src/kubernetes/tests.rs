@@ -4,9 +4,8 @@ use super::*;
 
 use std::sync::{Arc, Mutex};
 
-use http::{Method, Request, Response};
+use http::{Method, Response};
 use http_body_util::BodyExt;
-use kube::client::Body;
 
 /// An API server with one Secret and one webhook configuration.
 #[derive(Default)]
@@ -16,6 +15,8 @@ struct FakeApi {
     ca_bundle: Option<ByteString>,
     /// The Secret of another replica, which precedes the next write.
     conflict: Option<Secret>,
+    /// The time of the API server.
+    date: Option<SystemTime>,
 }
 
 impl FakeApi {
@@ -86,6 +87,10 @@ async fn reconcile(api: &Arc<Mutex<FakeApi>>) -> (Result<(), Error>, Publisher) 
                 let mut api = api.lock().expect("not poisoned");
                 let (status, text) = api.respond(&head.method, head.uri.path(), &body);
                 let response = Response::builder().status(status);
+                let response = match api.date {
+                    Some(date) => response.header(header::DATE, httpdate::fmt_http_date(date)),
+                    None => response,
+                };
                 Ok::<_, kube::Error>(response.body(Body::from(text.into_bytes())).expect("valid"))
             }
         }
@@ -151,6 +156,30 @@ async fn rejects_api_server_without_native_sidecars() {
     let (result, _) = reconcile(&api).await;
     assert!(matches!(result, Err(Error::UnsupportedVersion(_))));
     assert!(api.lock().expect("not poisoned").secret.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn certificates_are_judged_by_the_date_of_the_api_server_alone() {
+    let (own, day) = (SystemTime::now(), Duration::from_secs(24 * 3600));
+    for date in [own - day * 400, own - day, own, own + day, own + day * 400] {
+        // Another replica, whose clock is ahead of the API server, has generated the certificates.
+        let other = KeyMaterial::generate(&names(), date + day).expect("generates certificates");
+        let api = Arc::new(Mutex::new(FakeApi {
+            minor_version: "34",
+            secret: Some(secret_with(new_secret(), &other)),
+            date: Some(date),
+            ..FakeApi::default()
+        }));
+        let (result, publisher) = reconcile(&api).await;
+        result.expect("reconciled");
+        assert_eq!(publisher.health.unmet(SystemTime::now()), None);
+        let stored = api.lock().expect("not poisoned").secret.clone();
+        let data = stored.and_then(|secret| secret.data).expect("data");
+        let stored = KeyMaterial::from_fields(|name| Some(data.get(name)?.0.as_slice()));
+        let stored = stored.expect("valid");
+        assert!(stored.serving_not_after() > date && stored.serving_not_after() < date + day * 91);
+        assert_eq!(stored.renewed(&names(), date).expect("renews"), None);
+    }
 }
 
 fn configuration(bundles: &[(&str, Option<&str>)]) -> MutatingWebhookConfiguration {
