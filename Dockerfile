@@ -7,6 +7,7 @@
 ARG PROGRAMS=compiled
 
 FROM rust:1.95-slim-bookworm AS compiled
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ARG PROFILE=dist
 ENV CARGO_PROFILE_DEV_DEBUG=none CARGO_PROFILE_DEV_STRIP=debuginfo
 WORKDIR /src
@@ -32,6 +33,7 @@ RUN mkdir /out/etc && echo 'hosts: files dns' >/out/etc/nsswitch.conf
 # iptables for proxy-init-iptables: the multi-call binaries of both backends with their libraries and extensions. Certificates of public CAs for the
 # controller, which fetches keys of token issuers.
 FROM debian:bookworm-slim AS debian
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates iptables
 RUN cp --parents -L -t /srv /etc/ssl/certs/ca-certificates.crt
 RUN mkdir /out \

@@ -90,7 +90,7 @@ activate() {
 
 fetch() {
   say "downloading $BASE_URL/$1"
-  curl --fail --silent --show-error --location --retry 2 --output "$temporary/$1" "$BASE_URL/$1" ||
+  curl --fail --silent --show-error --location --proto-redir '=https' --retry 2 --output "$temporary/$1" "$BASE_URL/$1" ||
     fail "cannot download $BASE_URL/$1: check BASE_URL, the network, and the space in $library"
 }
 
