@@ -9,7 +9,7 @@ use diy_mesh_proto::{
 };
 use diy_mesh_runtime::Readiness;
 use diy_mesh_runtime::metrics::{on_scrape, register, register_family, register_process, render};
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
@@ -242,10 +242,10 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
     let holds = LOCKS.into_iter().zip(hub.longest_holds());
     encode_gauges(
         encoder,
-        "longest_lock_hold_microseconds",
+        "longest_lock_hold_seconds",
         "The longest time for which a lock was held since the start",
         "lock",
-        holds.map(|(lock, time)| (lock, i64::try_from(time.as_micros()).unwrap_or(i64::MAX))),
+        holds.map(|(lock, time)| (lock, time.as_secs_f64())),
     )?;
     encode_gauges(
         encoder,
@@ -318,7 +318,7 @@ pub fn encode_ages(freshness: &Freshness, encoder: &mut DescriptorEncoder<'_>) -
     encode_gauges(encoder, "ignored_objects", help, "kind", ignored)?;
     let unreadable = freshness.unreadable().into_iter();
     let unreadable =
-        unreadable.map(|(kind, is_unreadable)| (kind.unique_name(), is_unreadable.into()));
+        unreadable.map(|(kind, is_unreadable)| (kind.unique_name(), i64::from(is_unreadable)));
     let help = "1 for a kind whose objects cannot be read for at least a minute";
     encode_gauges(encoder, "unreadable_kinds", help, "kind", unreadable)
 }
@@ -337,7 +337,7 @@ pub fn encode_gauges(
     name: &str,
     help: &str,
     label: &'static str,
-    values: impl IntoIterator<Item = (&'static str, i64)>,
+    values: impl IntoIterator<Item = (&'static str, impl EncodeGaugeValue)>,
 ) -> fmt::Result {
     let help = format!("{help}.");
     let mut family = encoder.encode_descriptor(name, &help, None, MetricType::Gauge)?;
@@ -351,7 +351,9 @@ pub fn encode_gauges(
 
 #[cfg(test)]
 mod tests {
-    use diy_mesh_runtime::metrics::Active;
+    use diy_mesh_runtime::metrics::{Active, negotiate};
+    use diy_mesh_testkit::metrics::promtool;
+    use diy_mesh_testkit::skip;
     use tokio::sync::mpsc;
 
     use super::*;
@@ -398,7 +400,7 @@ mod tests {
             "diy_mesh_controller_streams{rpc=\"Discover\"} 1",
             "diy_mesh_controller_catalog_objects{kind=\"Pod\"} 1",
             "diy_mesh_controller_subscriptions{of=\"subscribers\"} 1",
-            "# TYPE diy_mesh_controller_longest_lock_hold_microseconds gauge",
+            "# TYPE diy_mesh_controller_longest_lock_hold_seconds gauge",
             "# TYPE diy_mesh_controller_lock_hold_seconds histogram",
             "diy_mesh_controller_lock_hold_seconds_bucket{le=\"+Inf\",lock=\"index\"} 2",
             "diy_mesh_controller_publication_duration_seconds_count 0",
@@ -411,6 +413,12 @@ mod tests {
             "diy_mesh_controller_token_review_duration_seconds_count 0",
         ] {
             assert!(text.lines().any(|other| other == line), "{line}: {text}");
+        }
+        // It finds units, suffixes and texts against the conventions.
+        let (_, scraped) = negotiate("*/*", text.clone());
+        match promtool(&scraped) {
+            Some(errors) => assert_eq!(errors, ""),
+            None => skip("promtool is missing"),
         }
         drop(active);
         assert!(

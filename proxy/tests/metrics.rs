@@ -3,14 +3,13 @@
 
 mod support;
 
-use std::io::Write;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use diy_mesh_proxy::limits::lifetime::Lifetimes;
 use diy_mesh_proxy::route::fault::FaultKind;
 use diy_mesh_runtime::{Admin, Readiness};
 use diy_mesh_testkit::http::send;
+use diy_mesh_testkit::metrics::promtool;
 use diy_mesh_testkit::net::{closed_address, listen, read_all, read_until};
 use diy_mesh_testkit::skip;
 use diy_mesh_testkit::wait::{on_worker, until};
@@ -39,21 +38,6 @@ async fn scrape(mesh: &Mesh, accept: &str) -> (String, String) {
     (head, body)
 }
 
-/// What promtool reports about a page. None if it is missing.
-fn errors(page: &str) -> Option<String> {
-    let mut check = Command::new("promtool");
-    check.args(["check", "metrics"]).stdin(Stdio::piped());
-    let started = check.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-    let mut started = started.ok()?;
-    let mut input = started.stdin.take().unwrap();
-    input.write_all(page.as_bytes()).unwrap();
-    drop(input);
-    let ended = started.wait_with_output().unwrap();
-    let text = [ended.stdout, ended.stderr].concat();
-    let failed = (!ended.status.success()).then_some("promtool failed\n");
-    Some(failed.unwrap_or_default().to_owned() + &String::from_utf8(text).unwrap())
-}
-
 #[test]
 fn scrape_is_clean_in_both_formats() {
     on_worker(async {
@@ -74,7 +58,7 @@ fn scrape_is_clean_in_both_formats() {
         assert!(head.contains("text/plain; version=0.0.4;"), "{head}");
         let samples = |page: &str| page.lines().filter(|line| !line.starts_with('#')).count();
         assert_eq!(samples(&open), samples(&text));
-        match errors(&text) {
+        match promtool(&text) {
             Some(errors) => assert_eq!(errors, ""),
             None => skip("promtool is missing"),
         }

@@ -1,4 +1,7 @@
-//! Values of a page of metrics.
+//! Values of a page of metrics, and its conventions.
+
+use std::io::Write;
+use std::process::{Command, Stdio};
 
 /// The value of a time series, which has its labels as on the page.
 pub fn value(page: &str, series: &str) -> u64 {
@@ -16,4 +19,19 @@ pub fn sum(page: &str, metric: &str, labels: &[&str]) -> u64 {
     });
     let values = lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok());
     values.sum()
+}
+
+/// What promtool reports about a page. None if it is missing.
+pub fn promtool(page: &str) -> Option<String> {
+    let mut check = Command::new("promtool");
+    check.args(["check", "metrics"]).stdin(Stdio::piped());
+    let started = check.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let mut started = started.ok()?;
+    let mut input = started.stdin.take().unwrap();
+    input.write_all(page.as_bytes()).unwrap();
+    drop(input);
+    let ended = started.wait_with_output().unwrap();
+    let text = [ended.stdout, ended.stderr].concat();
+    let failed = (!ended.status.success()).then_some("promtool failed\n");
+    Some(failed.unwrap_or_default().to_owned() + &String::from_utf8(text).unwrap())
 }

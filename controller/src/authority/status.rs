@@ -243,7 +243,12 @@ pub fn encode_metrics(status: &Status, encoder: &mut DescriptorEncoder<'_>) -> f
         "rotation_phase",
         "1 for the phase of the CA rotation",
         "phase",
-        Phase::ALL.map(|phase| (phase.name(), (phase.name() == status.rotation.phase).into())),
+        Phase::ALL.map(|phase| {
+            (
+                phase.name(),
+                i64::from(phase.name() == status.rotation.phase),
+            )
+        }),
     )?;
     let sum = |count: fn(&Report) -> u64| status.replicas.values().map(count).sum::<u64>() as i64;
     encode_gauges(
@@ -261,7 +266,7 @@ pub fn encode_metrics(status: &Status, encoder: &mut DescriptorEncoder<'_>) -> f
         "authority_problems",
         "1 while the CA cannot be read or used",
         "of",
-        [("store", status.problem.is_some().into())],
+        [("store", i64::from(status.problem.is_some()))],
     )
 }
 
