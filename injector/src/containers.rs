@@ -11,6 +11,7 @@ use diy_mesh_model::sidecar;
 use serde_json::{Value, json};
 
 use crate::config::Settings;
+use crate::resources;
 use crate::settings::SidecarSettings;
 
 /// The name of the proxy container.
@@ -90,7 +91,7 @@ pub fn proxy_init(settings: &Settings, own: &SidecarSettings, ports: Ports) -> V
         "image": settings.proxy_init_image,
         "imagePullPolicy": settings.image_pull_policy,
         "args": args,
-        "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "64Mi"}},
+        "resources": resources::of_container(own),
         // Explicit values override the security context of the pod.
         "securityContext": {
             "allowPrivilegeEscalation": false,
@@ -143,7 +144,7 @@ pub fn proxy(
         "readinessProbe": probe("/ready", ports.admin, 2, 2, 3),
         // A restart closes all connections of the pod, hence the threshold of one minute.
         "livenessProbe": probe("/live", ports.admin, 10, 5, 6),
-        "resources": own.resources(),
+        "resources": resources::of_container(own),
         "securityContext": {
             "allowPrivilegeEscalation": false,
             "capabilities": {"drop": ["ALL"]},

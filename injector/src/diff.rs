@@ -46,8 +46,8 @@ fn merge_key(items: &[Value]) -> Option<&'static str> {
         .find(|key| items.iter().all(|item| item.get(key).is_some()))
 }
 
-/// The JSON patch from one pod to another. Compares annotations, containers, init containers and
-/// volumes only.
+/// The JSON patch from one pod to another. Compares annotations, resources, containers, init
+/// containers and volumes only.
 pub fn patch(before: &Value, after: &Value) -> Patch {
     let mut patch = Vec::new();
     match (
@@ -62,6 +62,12 @@ pub fn patch(before: &Value, after: &Value) -> Patch {
                 .extend(changed.map(|(name, value)| add(["metadata", "annotations", name], value)));
         }
         (_, new) => patch.extend(new.map(|new| add(["metadata", "annotations"], new))),
+    }
+    let resources = |pod: &Value| pod.pointer("/spec/resources").cloned();
+    if let (before, Some(after)) = (resources(before), resources(after))
+        && before.as_ref() != Some(&after)
+    {
+        patch.push(add(["spec", "resources"], &after));
     }
     for list in ["initContainers", "containers", "volumes"] {
         let path = format!("/spec/{list}");

@@ -23,6 +23,8 @@ pub mod patch;
 mod pod;
 mod probes;
 mod publish;
+mod quantity;
+mod resources;
 pub mod review;
 mod server;
 pub mod settings;

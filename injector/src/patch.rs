@@ -1,7 +1,8 @@
 //! The injection decision: a pod in, a verdict and a JSON patch out. Pure and idempotent.
 //!
 //! Works on plain JSON, so that unknown fields of later Kubernetes versions survive. Adds two init
-//! containers, a volume and annotations, rewrites probes, and changes nothing else.
+//! containers, a volume and annotations, rewrites probes, raises pod-level resources, and changes
+//! nothing else.
 
 use json_patch::Patch;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -16,6 +17,7 @@ use crate::diff;
 use crate::other_mesh::{self, OtherMesh};
 use crate::pod::{PodView, annotation, list, name_of};
 use crate::probes::{Previous, Rewriter};
+use crate::resources::{self, Containers};
 use crate::settings::{DRAIN, STRICT, SidecarSettings};
 
 /// A pod that is about to be created.
@@ -175,7 +177,7 @@ fn inject(
     let mut problems = conflicts(pod, &view);
     let mut own = settings.proxy.clone();
     own.proxy.strict = labels.strict;
-    let own = own.for_pod(pod, &mut problems);
+    let mut own = own.for_pod(pod, &mut problems);
     let ports = Ports::avoiding(declared_ports(&view)).unwrap_or_else(|| {
         problems.push("the containers of the pod declare all ports from 4000 to 65535, which leaves none for the proxy".into());
         Ports::DEFAULT
@@ -186,6 +188,12 @@ fn inject(
 
     let mut injected = pod.clone();
     let (old, others) = split(view.init_containers);
+    let containers = Containers {
+        mesh: &old,
+        init: &others,
+        main: view.containers,
+    };
+    let resource_warnings = resources::fit(&mut own, &mut injected, containers)?;
     let previous = old.iter().find(|container| name_of(container) == PROXY);
     let previous = previous
         .map(|proxy| Previous::of(proxy))
@@ -224,6 +232,7 @@ fn inject(
         warnings: port_warning(ports)
             .into_iter()
             .chain(drain_warning(pod, &own))
+            .chain(resource_warnings)
             .chain(unknown_annotations(&view))
             .collect(),
     })

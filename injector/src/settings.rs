@@ -10,10 +10,12 @@ use std::str::FromStr;
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use diy_mesh_model::ports::PortSet;
 use diy_mesh_model::sidecar::{OutboundUdp, Settings};
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 
 use crate::annotations::{INBOUND, quoted};
 use crate::pod::annotation;
+use crate::quantity::{MEBIBYTE, Quantity};
+use crate::resources::{MIN_CPU, MIN_MEMORY};
 
 /// Rejects unauthenticated connections.
 pub const STRICT: &str = "strict";
@@ -21,6 +23,12 @@ pub const STRICT: &str = "strict";
 pub const PERMISSIVE: &str = "permissive";
 /// The annotation of outbound UDP.
 pub const OUTBOUND_UDP: &str = "diy-service-mesh/outbound-udp";
+/// The annotation of the CPU time of a proxy in a Guaranteed pod.
+pub const GUARANTEED_CPU: &str = "diy-service-mesh/guaranteed-cpu";
+/// The annotation of the memory of a proxy in a Guaranteed pod.
+pub const GUARANTEED_MEMORY: &str = "diy-service-mesh/guaranteed-memory";
+/// The annotation that keeps the resources of the pod.
+pub const RESOURCES: &str = "diy-service-mesh/resources";
 /// The annotation of the drain period.
 pub const DRAIN: &str = "diy-service-mesh/proxy-drain";
 
@@ -33,7 +41,7 @@ const PORTS: &str = "ports and ranges: `25,9000-9100`";
 const MAX_AGE_SECONDS: u64 = 365 * 24 * 3600;
 const MAX_DRAIN_SECONDS: u64 = 3600;
 /// The least memory that a proxy divides among its connections.
-const MIN_MEMORY_LIMIT: u128 = 32 * 1024 * 1024 * 1000;
+const MIN_MEMORY_LIMIT: u128 = 32 * MEBIBYTE;
 
 /// The settings of a sidecar, checked.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -50,21 +58,18 @@ pub struct SidecarSettings {
     pub cpu: Resource,
     /// Memory.
     pub memory: Resource,
+    /// Whether the resources of the pod stay as they are, instead of being raised.
+    pub keeps_pod_resources: bool,
 }
 
 /// What a container requests of a resource, and at most gets.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Resource {
     request: Quantity,
-    limit: Option<Quantity>,
-}
-
-/// A quantity of a resource.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Quantity {
-    text: String,
-    /// Rounded up.
-    thousandths: u128,
+    /// The most that the container gets.
+    pub limit: Option<Quantity>,
+    /// The request and the limit in a Guaranteed pod.
+    pub guaranteed: Option<Quantity>,
 }
 
 /// A setting, and the annotation of pods that sets it.
@@ -92,7 +97,7 @@ pub struct Flag {
 }
 
 /// All settings.
-pub static SETTINGS: [Setting; 18] = [
+pub static SETTINGS: [Setting; 21] = [
     Setting {
         annotation: INBOUND,
         values: "`permissive` (default), `strict`",
@@ -215,6 +220,39 @@ pub static SETTINGS: [Setting; 18] = [
         },
     },
     Setting {
+        annotation: GUARANTEED_CPU,
+        values: "a quantity of at least `100m`, or `none`",
+        description: "request and limit of CPU time in a [Guaranteed pod](#resources-of-pods)",
+        flag: flag("guaranteed-cpu", "GUARANTEED_CPU", "500m"),
+        read: |settings, value| {
+            let quantity = limit(value, MIN_CPU, "of at least 100m, such as 500m");
+            set(&mut settings.cpu.guaranteed, quantity)
+        },
+    },
+    Setting {
+        annotation: GUARANTEED_MEMORY,
+        values: "a quantity of at least `64Mi`, or `none` (default)",
+        description: "request and limit of memory in a [Guaranteed pod](#resources-of-pods)",
+        flag: flag("guaranteed-memory", "GUARANTEED_MEMORY", "none"),
+        read: |settings, value| {
+            let quantity = limit(value, MIN_MEMORY, "of at least 64Mi, such as 256Mi");
+            set(&mut settings.memory.guaranteed, quantity)
+        },
+    },
+    Setting {
+        annotation: RESOURCES,
+        values: "`raise` (default), `keep`",
+        description: "whether the injector [raises the pod-level resources](#resources-of-pods) by those of the proxy",
+        flag: None,
+        read: |settings, value| {
+            let choice = one_of(&["raise", "keep"], value);
+            set(
+                &mut settings.keeps_pod_resources,
+                choice.map(|choice| choice == "keep"),
+            )
+        },
+    },
+    Setting {
         annotation: "diy-service-mesh/proxy-log",
         values: "a level (`error`, `warn`, `info`, `debug`, `off`, and `trace` in debug builds), or levels by module: `info,diy_mesh_proxy::discovery=debug`",
         description: "log filter of the proxy",
@@ -272,23 +310,21 @@ impl SidecarSettings {
         }
         settings
     }
+}
 
-    /// The resources of the container. A request above the limit counts as the limit.
-    pub fn resources(&self) -> Value {
-        let (mut requests, mut limits) = (Map::new(), Map::new());
-        for (name, Resource { request, limit }) in [("cpu", &self.cpu), ("memory", &self.memory)] {
-            let limit = limit.as_ref();
-            let request = limit
-                .filter(|limit| limit.thousandths < request.thousandths)
-                .unwrap_or(request);
-            requests.insert(name.into(), request.text.as_str().into());
-            limits.extend(limit.map(|limit| (name.to_owned(), limit.text.as_str().into())));
-        }
-        let mut resources = json!({"requests": requests});
-        if !limits.is_empty() {
-            resources["limits"] = limits.into();
-        }
-        resources
+impl Resource {
+    /// The request. One above the limit counts as the limit.
+    pub fn request(&self) -> &Quantity {
+        let limit = self.limit.as_ref();
+        limit
+            .filter(|limit| limit.thousandths < self.request.thousandths)
+            .unwrap_or(&self.request)
+    }
+
+    /// The request and the limit are this quantity.
+    pub fn set_exactly(&mut self, quantity: Quantity) {
+        self.request.clone_from(&quantity);
+        self.limit = Some(quantity);
     }
 }
 
@@ -380,32 +416,9 @@ pub fn duration(text: &str) -> Option<u64> {
 }
 
 fn quantity(text: &str) -> Result<Quantity, String> {
-    let expected = || "expected a Kubernetes quantity above 0, such as 100m or 64Mi".to_owned();
-    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.');
-    let (number, unit) = text.split_at(end.unwrap_or(text.len()));
-    let unit: f64 = match unit {
-        "m" => 1e-3,
-        "" => 1.0,
-        "k" => 1e3,
-        "M" => 1e6,
-        "G" => 1e9,
-        "T" => 1e12,
-        "Ki" => 1024.0,
-        "Mi" => 1024.0 * 1024.0,
-        "Gi" => 1024.0 * 1024.0 * 1024.0,
-        "Ti" => 1024.0 * 1024.0 * 1024.0 * 1024.0,
-        _ => return Err(expected()),
-    };
-    let number: f64 = number.parse().map_err(|_| expected())?;
-    // Saturates at u128::MAX.
-    let thousandths = (number * unit * 1000.0).ceil() as u128;
-    if thousandths == 0 {
-        return Err(expected());
-    }
-    Ok(Quantity {
-        text: text.into(),
-        thousandths,
-    })
+    Quantity::parse(text)
+        .filter(|quantity| quantity.thousandths > 0)
+        .ok_or("expected a Kubernetes quantity above 0, such as 100m or 64Mi".into())
 }
 
 /// A limit of at least `min` thousandths, or none.
@@ -436,7 +449,10 @@ fn log(text: &str) -> Result<String, String> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+    use crate::resources::of_container;
 
     fn defaults() -> SidecarSettings {
         let command = SidecarSettings::augment_args(Command::new("injector"));
@@ -473,12 +489,12 @@ mod tests {
             named("dump"): "Full", named("dump-format"): "JSON",
             named("proxy-cpu-request"): "0.5", named("proxy-cpu-limit"): "2",
             named("proxy-memory-request"): " 64Mi", named("proxy-memory-limit"): "None",
-            named("proxy-log"): "warn,diy_mesh_proxy::discovery=DEBUG",
+            named("resources"): "keep", named("proxy-log"): "warn,diy_mesh_proxy::discovery=DEBUG",
             named("proxy-log-format"): "json", DRAIN: "2m",
         }));
         let settings = settings.expect("valid annotations");
         assert_eq!(
-            settings.resources(),
+            of_container(&settings),
             json!({"requests": {"cpu": "0.5", "memory": "64Mi"}, "limits": {"cpu": "2"}})
         );
         let ports = |text: &str| text.parse::<PortSet>().expect("valid");
@@ -502,6 +518,7 @@ mod tests {
             outbound_udp: OutboundUdp::Dns,
             cpu: settings.cpu.clone(),
             memory: settings.memory.clone(),
+            keeps_pod_resources: true,
         };
         assert_eq!(settings, expected);
     }
@@ -520,7 +537,7 @@ mod tests {
 
     #[test]
     fn requests_do_not_exceed_limits() {
-        let resources = |annotations| for_pod(&annotations).expect("valid").resources();
+        let resources = |annotations| of_container(&for_pod(&annotations).expect("valid"));
         let [cpu, memory] = ["proxy-cpu-limit", "proxy-memory-limit"].map(named);
         assert_eq!(
             resources(json!({cpu: "5m", named("proxy-memory-request"): "1Gi", memory: "512Mi"})),
@@ -567,10 +584,13 @@ mod tests {
             ("dump-format", &["xml"]),
             (
                 "proxy-cpu-request",
-                &["0", "none", "-1", "1 m", "1.2.3", "inf", "1e3", "10x", "."],
+                &["0", "none", "-1", "1 m", "1.2.3", "inf", "10x", "."],
             ),
             ("proxy-cpu-limit", &["0m", "much"]),
             ("proxy-memory-limit", &["31Mi", "32M", "8"]),
+            ("guaranteed-cpu", &["99m", "some"]),
+            ("guaranteed-memory", &["63Mi", "1"]),
+            ("resources", &["leave"]),
             (
                 "proxy-log",
                 &[

@@ -50,6 +50,7 @@ injector:
   logFormat: json
 proxy: {observeEdges: false, dump: "off", log: "info,diy_mesh_proxy=debug", logFormat: json, drain: 1m,
   cpuRequest: 20m, cpuLimit: "1", memoryRequest: 32Mi, memoryLimit: none}
+guaranteed: {cpu: "1", memory: 128Mi}
 "#;
 
 #[test]

@@ -44,7 +44,7 @@ const TEXTS: [(&str, &str, &str); 6] = [
 const IMAGE: &str = "IMAGE_TO_DEPLOY_PROXY";
 
 /// The values of a Deployment: in a field of its pods, or in a variable of its first container.
-const FIELDS: [(&str, &str, &str); 21] = [
+const FIELDS: [(&str, &str, &str); 23] = [
     ("controller.replicas", "controller", "/spec/replicas"),
     ("controller.resources", "controller", RESOURCES),
     (
@@ -70,6 +70,8 @@ const FIELDS: [(&str, &str, &str); 21] = [
     ("proxy.cpuLimit", "injector", "PROXY_CPU_LIMIT"),
     ("proxy.memoryRequest", "injector", "PROXY_MEMORY_REQUEST"),
     ("proxy.memoryLimit", "injector", "PROXY_MEMORY_LIMIT"),
+    ("guaranteed.cpu", "injector", "GUARANTEED_CPU"),
+    ("guaranteed.memory", "injector", "GUARANTEED_MEMORY"),
 ];
 
 const CONTAINER: &str = "/spec/template/spec/containers/0";
