@@ -233,6 +233,7 @@ fn inject(
             .into_iter()
             .chain(drain_warning(pod, &own))
             .chain(resource_warnings)
+            .chain(probes.warnings)
             .chain(unknown_annotations(&view))
             .collect(),
     })

@@ -11,6 +11,7 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
 
+use crate::annotations::quoted;
 use crate::containers::{ADMIN_PORT_FLAG, Ports};
 use crate::pod::{list, name_of};
 use crate::settings::SidecarSettings;
@@ -18,6 +19,20 @@ use crate::settings::SidecarSettings;
 const PROBES: [&str; 3] = ["startupProbe", "livenessProbe", "readinessProbe"];
 const HOOKS: [&str; 2] = ["postStart", "preStop"];
 const ACTIONS: [&str; 4] = ["httpGet", "tcpSocket", "grpc", "exec"];
+/// The fields of the actions that the proxy performs.
+const FIELDS: [(&str, &[&str]); 3] = [
+    (
+        "httpGet",
+        &["path", "port", "host", "scheme", "httpHeaders", "protocol"],
+    ),
+    ("tcpSocket", &["port", "host"]),
+    ("grpc", &["port", "service", "mode"]),
+];
+/// The fields with few values.
+const VALUES: [(&str, &[&str]); 2] = [
+    ("protocol", &["HTTP1", "HTTP2"]),
+    ("mode", &["Plaintext", "TLS"]),
+];
 /// The proxy's flag for one probe.
 const FLAG: &str = "--kubelet-probe";
 
@@ -28,6 +43,8 @@ pub struct Rewriter<'a> {
     previous: Previous,
     /// The arguments of the proxy for the probes so far.
     pub arguments: Vec<String>,
+    /// Warnings about probes with fields that the proxy does not know.
+    pub warnings: Vec<String>,
 }
 
 /// The result of an earlier injection into the same pod.
@@ -74,6 +91,7 @@ impl<'a> Rewriter<'a> {
             ports,
             previous,
             arguments: Vec::new(),
+            warnings: Vec::new(),
         }
     }
 
@@ -114,6 +132,27 @@ impl<'a> Rewriter<'a> {
         let Some((kind, port)) = self.proxied(action, container, timeout.is_none()) else {
             return;
         };
+        if let Some(unknown) = unknown_field(kind, &action[kind]) {
+            // A proxy accepts TCP connections without an application, and a strict one rejects the
+            // requests of the kubelet.
+            let is_kept = kind != "tcpSocket" && !self.settings.proxy.strict;
+            self.warnings.push(format!(
+                "field {} of a probe of container {} is unknown to the proxy, {}",
+                quoted(&unknown),
+                quoted(name_of(container)),
+                if is_kept {
+                    "so that the kubelet performs the probe, as a caller without mesh TLS"
+                } else {
+                    "which performs the probe without it"
+                }
+            ));
+            if is_kept {
+                return;
+            }
+            if let Some(Value::Object(target)) = action.get_mut(kind) {
+                target.retain(|field, value| !is_unknown(kind, field, value));
+            }
+        }
         let mut target = action.remove(kind).unwrap_or_default();
         target["port"] = port.into();
         let mut original = Map::from_iter([(kind.to_owned(), target)]);
@@ -148,6 +187,23 @@ impl<'a> Rewriter<'a> {
         let bypasses = self.settings.skip_inbound_ports.contains(port) || self.ports.contains(port);
         (is_supported && is_pod(target) && !bypasses).then_some((kind, port))
     }
+}
+
+/// The path of the first field that the proxy does not know, or knows with other values.
+fn unknown_field(kind: &str, target: &Value) -> Option<String> {
+    let mut fields = target.as_object()?.iter();
+    let (name, _) = fields.find(|(name, value)| is_unknown(kind, name, value))?;
+    Some(format!("{kind}.{name}"))
+}
+
+fn is_unknown(kind: &str, name: &str, value: &Value) -> bool {
+    let lists = |table: &[(&str, &[&str])], key: &str, item: Option<&str>| {
+        let row = table.iter().find(|(row, _)| *row == key);
+        row.map(|(_, items)| item.is_some_and(|item| items.contains(&item)))
+    };
+    let is_known = lists(&FIELDS, kind, Some(name)) == Some(true)
+        && lists(&VALUES, name, value.as_str()) != Some(false);
+    !is_known && !value.is_null()
 }
 
 fn path(index: usize) -> String {
@@ -291,6 +347,64 @@ mod tests {
         }
         let hook = json!({"lifecycle": {"preStop": {"tcpSocket": {"port": 80}}}});
         assert_eq!(rewrite(&hook, &options), (hook.clone(), Vec::new()));
+    }
+
+    #[test]
+    fn probes_with_unknown_fields_stay_where_the_kubelet_can_perform_them() {
+        let known = json!({"name": "a",
+            "livenessProbe": {"httpGet": {"port": 80, "protocol": "HTTP2", "later": null}},
+            "readinessProbe": {"grpc": {"port": 80, "mode": "TLS"}}});
+        let options = SidecarSettings::default();
+        let mut rewriter = Rewriter::new(&options, PORTS, Previous::default());
+        rewriter.rewrite(&known);
+        assert_eq!((rewriter.arguments.len(), rewriter.warnings.len()), (2, 0));
+
+        let mut strict = SidecarSettings::default();
+        strict.proxy.strict = true;
+        for (probe, field, kept) in [
+            (
+                json!({"httpGet": {"port": 80, "protocol": "HTTP3"}}),
+                "httpGet.protocol",
+                true,
+            ),
+            (
+                json!({"httpGet": {"port": 80, "later": {}}}),
+                "httpGet.later",
+                true,
+            ),
+            (
+                json!({"grpc": {"port": 80, "mode": "MutualTLS"}}),
+                "grpc.mode",
+                true,
+            ),
+            (
+                json!({"tcpSocket": {"port": 80, "later": 1}}),
+                "tcpSocket.later",
+                false,
+            ),
+        ] {
+            let container = json!({"name": "a", "livenessProbe": probe});
+            for (options, kept) in [(&options, kept), (&strict, false)] {
+                let mut rewriter = Rewriter::new(options, PORTS, Previous::default());
+                let rewritten = rewriter.rewrite(&container);
+                assert_eq!(rewritten == container, kept, "{rewritten}");
+                let [warning] = &rewriter.warnings[..] else {
+                    panic!("{:?}", rewriter.warnings)
+                };
+                let start = format!(
+                    "field {field:?} of a probe of container \"a\" is unknown to the proxy"
+                );
+                assert!(warning.starts_with(&start), "{warning}");
+                let (_, name) = field.split_once('.').expect("two parts");
+                assert!(
+                    rewriter
+                        .arguments
+                        .iter()
+                        .all(|argument| !argument.contains(name))
+                );
+                assert_eq!(rewriter.arguments.is_empty(), kept);
+            }
+        }
     }
 
     #[test]

@@ -314,6 +314,48 @@ fn grpc_probe_requires_the_status_serving() {
 }
 
 #[test]
+fn http_probe_of_protocol_http2_needs_no_tls() {
+    on_worker(async {
+        let (listener, address) = listen().await;
+        let app = tokio::task::spawn_local(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            let (request, mut respond) = connection.accept().await.unwrap().unwrap();
+            let response = http::Response::new(());
+            respond.send_response(response, true).unwrap();
+            // Sends what is left.
+            let _ = connection.accept().await;
+            request.uri().to_string()
+        });
+        let more = r#","protocol":"HTTP2","path":"/x""#;
+        let answer = perform(probe("httpGet", address, more)).await;
+        assert_eq!(answer, (200, "ok\n".to_owned()));
+        assert_eq!(app.await.unwrap(), format!("http://{address}/x"));
+
+        // HTTP/1 is not HTTP/2.
+        let (address, _requests) = self::app([OK.to_owned()]).await;
+        assert_ne!(perform(probe("httpGet", address, more)).await.0, 200);
+    });
+}
+
+#[test]
+fn grpc_probe_of_mode_tls_accepts_any_certificate() {
+    on_worker(async {
+        let (_reporter, service) = tonic_health::server::health_reporter();
+        let (listener, address) = listen().await;
+        tokio::task::spawn_local(async move {
+            let stream = accept_tls(listener, b"h2").await;
+            tonic::transport::Server::builder()
+                .add_service(service)
+                .serve_with_incoming(tokio_stream::once(Ok::<_, std::io::Error>(stream)))
+                .await
+        });
+        let answer = perform(probe("grpc", address, r#","mode":"TLS""#)).await;
+        assert_eq!(answer, (200, "ok\n".to_owned()));
+    });
+}
+
+#[test]
 fn silent_application_fails_with_a_timeout() {
     on_worker(async {
         let (_listener, address) = listen().await;

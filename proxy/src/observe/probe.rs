@@ -53,6 +53,18 @@ struct HttpGet {
     path: Option<String>,
     scheme: Option<String>,
     http_headers: Option<Vec<HttpHeader>>,
+    /// The version of HTTP without TLS.
+    #[serde(default)]
+    protocol: HttpProtocol,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+enum HttpProtocol {
+    #[default]
+    Http1,
+    /// HTTP/2 with prior knowledge.
+    Http2,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -71,6 +83,17 @@ struct TcpSocket {
 struct Grpc {
     port: NonZeroU16,
     service: Option<String>,
+    #[serde(default)]
+    mode: GrpcMode,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+enum GrpcMode {
+    #[default]
+    Plaintext,
+    /// TLS with any certificate.
+    #[serde(rename = "TLS")]
+    Tls,
 }
 
 impl FromStr for KubeletProbe {
@@ -244,11 +267,21 @@ impl std::fmt::Display for KubeletProbe {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.action {
             Action::HttpGet(get) => {
-                let scheme = if get.is_https() { "HTTPS" } else { "HTTP" };
+                let scheme = match get.protocol {
+                    _ if get.is_https() => "HTTPS",
+                    HttpProtocol::Http1 => "HTTP",
+                    HttpProtocol::Http2 => "HTTP/2",
+                };
                 write!(f, "{scheme} GET {} on port {}", get.target(), get.port)
             }
             Action::TcpSocket(TcpSocket { port }) => write!(f, "TCP connection to port {port}"),
-            Action::Grpc(Grpc { port, .. }) => write!(f, "gRPC health check on port {port}"),
+            Action::Grpc(Grpc { port, mode, .. }) => {
+                let tls = match mode {
+                    GrpcMode::Plaintext => "",
+                    GrpcMode::Tls => " with TLS",
+                };
+                write!(f, "gRPC health check{tls} on port {port}")
+            }
         }
     }
 }
@@ -284,6 +317,16 @@ mod tests {
                 "gRPC health check on port 9",
                 Duration::from_secs(1),
             ),
+            (
+                r#"{"grpc":{"port":9,"mode":"TLS"},"timeoutSeconds":1}"#,
+                "gRPC health check with TLS on port 9",
+                Duration::from_secs(1),
+            ),
+            (
+                r#"{"httpGet":{"port":9,"protocol":"HTTP2"},"timeoutSeconds":1}"#,
+                "HTTP/2 GET / on port 9",
+                Duration::from_secs(1),
+            ),
         ] {
             let probe = parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
             assert_eq!((&*probe.to_string(), probe.timeout()), (printed, timeout));
@@ -303,6 +346,8 @@ mod tests {
             r#"{"tcpSocket":{"port":65536}}"#,
             r#"{"tcpSocket":{"port":"web"}}"#,
             r#"{"tcpSocket":{"port":80},"timeoutSeconds":-1}"#,
+            r#"{"httpGet":{"port":80,"protocol":"HTTP3"}}"#,
+            r#"{"grpc":{"port":80,"mode":"MutualTLS"}}"#,
         ] {
             let error = parse(text).expect_err(text);
             assert!(error.contains("expected a probe in JSON"), "{error}");

@@ -1,5 +1,5 @@
-//! An HTTP GET as the kubelet sends it: HTTP/1.1, or what an HTTPS server selects; certificates are
-//! not verified; redirects are followed on the same host only.
+//! An HTTP GET as the kubelet sends it: HTTP/1.1, HTTP/2 if the probe says so, or what an HTTPS server
+//! selects; certificates are not verified; redirects are followed on the same host only.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -23,14 +23,16 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use super::perform::{ProbeError, connect};
-use super::{HttpGet, Pod};
+use super::{HttpGet, HttpProtocol, Pod};
 
 /// Like Go's client, which the kubelet uses.
 const MAX_REQUESTS: usize = 10;
 /// The kubelet reads no more of a body.
 const MAX_BODY_BYTES: usize = 10 * 1024;
 const MAX_HEADER_FIELDS: usize = 1000;
-const HTTP2: &[u8] = b"h2";
+/// The ALPN protocol of HTTP/2.
+pub(super) const HTTP2: &[u8] = b"h2";
+const HTTP1: &[u8] = b"http/1.1";
 
 /// Sends the request, follows redirects within the pod, and returns the last status.
 pub(super) async fn get(
@@ -42,7 +44,8 @@ pub(super) async fn get(
     let mut url = get.url(pod.ip)?;
     let mut url_host = host.clone();
     for _ in 0..MAX_REQUESTS {
-        let (status, location) = exchange(pod, &url, url_host.as_ref(), &headers).await?;
+        let protocol = get.protocol;
+        let (status, location) = exchange(pod, &url, url_host.as_ref(), &headers, protocol).await?;
         let Some(location) = location else {
             return Ok(status);
         };
@@ -121,6 +124,7 @@ async fn exchange(
     url: &Uri,
     host: Option<&HeaderValue>,
     headers: &HeaderMap,
+    protocol: HttpProtocol,
 ) -> Result<(StatusCode, Option<String>), ProbeError> {
     let is_https = url.scheme() == Some(&Scheme::HTTPS);
     let port = url.port_u16().unwrap_or(if is_https { 443 } else { 80 });
@@ -128,17 +132,17 @@ async fn exchange(
     let mut request = Request::new(Empty::new());
     *request.headers_mut() = headers.clone();
     let response = if is_https {
-        let stream = handshake(pod.ip, port, stream).await?;
+        let stream = handshake(pod.ip, port, stream, &[HTTP2, HTTP1]).await?;
         if stream.get_ref().1.alpn_protocol() == Some(HTTP2) {
-            *request.uri_mut() = with_authority(url, host)?;
-            let (mut sender, connection) =
-                http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await?;
-            read(sender.send_request(request), connection).await?
+            http2_exchange(stream, request, url, host).await?
         } else {
             http1_exchange(stream, request, url, host).await?
         }
     } else {
-        http1_exchange(stream, request, url, host).await?
+        match protocol {
+            HttpProtocol::Http1 => http1_exchange(stream, request, url, host).await?,
+            HttpProtocol::Http2 => http2_exchange(stream, request, url, host).await?,
+        }
     };
     let location = match response.status().as_u16() {
         301 | 302 | 303 | 307 | 308 => response.headers().get(LOCATION),
@@ -172,6 +176,18 @@ async fn http1_exchange(
         .allow_obsolete_multiline_headers_in_responses(true)
         .handshake(TokioIo::new(stream))
         .await?;
+    read(sender.send_request(request), connection).await
+}
+
+async fn http2_exchange(
+    stream: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+    mut request: Request<Empty<Bytes>>,
+    url: &Uri,
+    host: Option<&HeaderValue>,
+) -> Result<Response<()>, ProbeError> {
+    *request.uri_mut() = with_authority(url, host)?;
+    let (mut sender, connection) =
+        http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await?;
     read(sender.send_request(request), connection).await
 }
 
@@ -236,10 +252,12 @@ fn ip_of(url: &Uri) -> Option<IpAddr> {
         .ok()
 }
 
-async fn handshake(
+/// A TLS session that offers these ALPN protocols.
+pub(super) async fn handshake(
     ip: IpAddr,
     port: u16,
     stream: TcpStream,
+    alpn: &[&[u8]],
 ) -> Result<TlsStream<TcpStream>, ProbeError> {
     let provider = Arc::new(aws_lc_rs::default_provider());
     let verifier = Arc::new(AnyCertificate(provider.clone()));
@@ -249,7 +267,7 @@ async fn handshake(
         .dangerous()
         .with_custom_certificate_verifier(verifier)
         .with_no_client_auth();
-    config.alpn_protocols = vec![HTTP2.to_vec(), b"http/1.1".to_vec()];
+    config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
     TlsConnector::from(Arc::new(config))
         .connect(ServerName::IpAddress(ip.into()), stream)
         .await

@@ -11,13 +11,15 @@ use http::{StatusCode, Uri};
 use hyper_util::rt::TokioIo;
 use thiserror::Error;
 use tokio::net::TcpStream;
+use tokio_util::either::Either;
 use tonic::transport::Endpoint;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 use tower::service_fn;
 
-use super::{Action, Grpc, HttpGet, KubeletProbe, Pod};
+use super::http::{HTTP2, handshake};
+use super::{Action, Grpc, GrpcMode, HttpGet, KubeletProbe, Pod};
 
 /// The product with which the kubelet's probes identify themselves.
 pub(super) const PROBE_AGENT: &str = "kube-probe/1 (diy-service-mesh)";
@@ -118,8 +120,14 @@ async fn http_probe(get: &HttpGet, pod: &Pod) -> Result<(), ProbeError> {
 
 async fn grpc_probe(grpc: &Grpc, pod: &Pod) -> Result<(), ProbeError> {
     let (pod, port) = (*pod, grpc.port.get());
-    let connector =
-        service_fn(move |_: Uri| async move { connect(&pod, port).await.map(TokioIo::new) });
+    let mode = grpc.mode;
+    let connector = service_fn(move |_: Uri| async move {
+        let stream = connect(&pod, port).await?;
+        Ok::<_, ProbeError>(TokioIo::new(match mode {
+            GrpcMode::Plaintext => Either::Left(stream),
+            GrpcMode::Tls => Either::Right(handshake(pod.ip, port, stream, &[HTTP2]).await?),
+        }))
+    });
     let channel = Endpoint::try_from(format!("http://{}", SocketAddr::new(pod.ip, port)))?
         .user_agent(PROBE_AGENT)?
         .connect_with_connector(connector)
