@@ -12,7 +12,11 @@ use diy_mesh_model::identity::TRUST_DOMAIN;
 use diy_mesh_sandbox::manifest::{self, Files};
 use serde_json::{Value, json};
 
-use crate::{cluster::Cluster, commands::terminal::printable, controller, routes};
+use crate::{
+    cluster::Cluster,
+    commands::terminal::{self, printable},
+    controller, routes,
+};
 
 /// The objects of files with any number of them, and of folders, with their kustomizations.
 pub fn read(files: &[PathBuf]) -> Result<Vec<Value>> {
@@ -72,7 +76,7 @@ pub fn index(files: &[PathBuf], mesh: &str) -> Result<Index> {
 /// Prints problems to standard error.
 pub(crate) fn print(problems: &[String]) {
     for problem in problems {
-        eprintln!("problem: {}", printable(problem));
+        terminal::note(&format!("problem: {}", printable(problem)));
     }
 }
 

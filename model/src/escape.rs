@@ -26,20 +26,39 @@ pub fn text(text: &str, out: &mut String) {
     }
 }
 
+/// JSON with control characters in its strings escaped as `\u009b`. Writers of JSON escape only
+/// those of ASCII.
+pub fn json(json: &str) -> String {
+    let mut out = String::with_capacity(json.len());
+    for c in json.chars() {
+        match c {
+            // They are between the values.
+            '\n' | '\r' | '\t' => out.push(c),
+            c if is_control(c) => {
+                // Writing to a String does not fail.
+                let _ = write!(out, "\\u{:04x}", u32::from(c));
+            }
+            c => out.push(c),
+        }
+    }
+    out
+}
+
 fn character(c: char, out: &mut String) {
     match c {
         '\r' => out.push_str("\\r"),
         '\n' => out.push_str("\\n"),
         '\t' => out.push_str("\\t"),
         c if c.is_ascii_control() => hexadecimal(c as u8, out),
-        // Control characters, bidirectional formatting and line separators.
-        c if c.is_control()
-            || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}') =>
-        {
-            out.extend(c.escape_unicode());
-        }
+        c if is_control(c) => out.extend(c.escape_unicode()),
         c => out.push(c),
     }
+}
+
+/// Control characters, bidirectional formatting and line separators, all below U+10000.
+fn is_control(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 fn hexadecimal(byte: u8, out: &mut String) {
@@ -50,6 +69,18 @@ fn hexadecimal(byte: u8, out: &mut String) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn json_has_no_control_characters_and_the_same_values() {
+        let value = serde_json::json!({"a\u{9b}\n": ["\u{202e}\u{7f}\u{85}é😀\t\u{1b}"]});
+        let escaped = json(&format!("{value:#}"));
+        assert!(
+            escaped.contains(r#""\u202e\u007f\u0085é😀\t\u001b""#),
+            "{escaped}"
+        );
+        assert_eq!(serde_json::from_str(&escaped).ok(), Some(value));
+        assert!(!escaped.replace('\n', "").contains(is_control), "{escaped}");
+    }
 
     #[test]
     fn escapes_control_characters() {

@@ -84,6 +84,21 @@ fn only_config_reads_the_environment() {
 }
 
 #[test]
+fn only_the_terminal_module_of_the_command_line_prints() {
+    let elsewhere = sources().into_iter().filter(|path| {
+        path.starts_with("mesh/src")
+            && !path.ends_with("commands/terminal.rs")
+            && ["print!(", "println!(", "io::stdout().", "io::stderr()."]
+                .iter()
+                .any(|output| code(path).contains(output))
+    });
+    assert_none(
+        "files print past the filter of control characters, mesh/src/commands/terminal.rs",
+        elsewhere.map(|path| path.display().to_string()),
+    );
+}
+
+#[test]
 fn only_control_plane_modules_use_generated_types() {
     let elsewhere = sources().into_iter().filter(|path| {
         let name = path.to_string_lossy();

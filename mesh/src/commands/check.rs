@@ -7,7 +7,7 @@ use clap::Args;
 use serde_json::json;
 use tokio::time::{Instant, sleep_until};
 
-use super::terminal::{Colors, Output, TextStyle};
+use super::terminal::{self, Colors, Output, TextStyle};
 use crate::{
     check::{self, Finding, Level, facts::Facts},
     cluster::{self, Cluster},
@@ -46,7 +46,12 @@ pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
     let only = arguments.cluster.namespace.as_deref();
     let check = async || check::run(&Facts::gather(&cluster, only).await);
     let findings = match arguments.wait {
-        Some(time) => wait(time, check, |problems| eprint!("{problems}")).await,
+        Some(time) => {
+            wait(time, check, |problems| {
+                problems.lines().for_each(terminal::note)
+            })
+            .await
+        }
         None => check().await,
     };
     print(&findings, arguments.output)

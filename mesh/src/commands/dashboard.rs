@@ -60,7 +60,7 @@ pub async fn run(arguments: &Arguments) -> Result<()> {
     terminal::print(&format!("{url}\n"))?;
     let opened = (!arguments.no_open).then(|| open(&url)).transpose();
     if let Err(error) = &opened {
-        eprintln!("mesh: {error:#}; open the URL yourself");
+        terminal::note(&format!("mesh: {error:#}; open the URL yourself"));
     }
     let live = Live {
         sampler: sampler.into(),

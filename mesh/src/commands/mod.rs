@@ -150,7 +150,7 @@ fn exit(result: Result<impl Termination>, code_of_errors: u8) -> ExitCode {
         Ok(result) => result.report(),
         Err(error) if terminal::is_closed(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("mesh: {error:#}");
+            terminal::note(&format!("mesh: {error:#}"));
             ExitCode::from(code_of_errors)
         }
     }

@@ -74,9 +74,9 @@ async fn watch(
         let mut changed: Vec<Service> = response.service.into_iter().filter(&is_listed).collect();
         match (output, &mut initial) {
             (Output::Json, _) => {
-                changed
-                    .iter()
-                    .try_for_each(|service| terminal::print(&format!("{}\n", json(service))))?;
+                changed.iter().try_for_each(|service| {
+                    terminal::print(&terminal::json(&json(service).to_string()))
+                })?;
                 continue;
             }
             (Output::Text, Some(services)) => services.append(&mut changed),

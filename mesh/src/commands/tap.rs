@@ -58,7 +58,7 @@ pub async fn run(arguments: &Arguments) -> Result<()> {
     let proxies = arguments.of.connect().await?;
     let pods = proxies.named(&proxies.full_name(&arguments.pod)).await?;
     let mut tapped: Vec<_> = pods.into_iter().map(|pod| (pod, u64::MAX)).collect();
-    eprintln!("exchanges of {} pods; Ctrl-C ends", tapped.len());
+    terminal::note(&format!("exchanges of {} pods; Ctrl-C ends", tapped.len()));
     while !tapped.is_empty() {
         let asked = tapped.iter().map(async |(pod, after)| {
             let recent = proxies.recent(pod, &format!("after={after}")).await;
@@ -72,7 +72,7 @@ pub async fn run(arguments: &Arguments) -> Result<()> {
                     arguments.print(after, &recent)?;
                     tapped.push((pod, recent.ended));
                 }
-                Err(error) => eprintln!("mesh: {error}"),
+                Err(error) => terminal::note(&format!("mesh: {error}")),
             }
         }
         tokio::select! {
@@ -112,14 +112,14 @@ impl Arguments {
         let missed = recent.ended.saturating_sub(after);
         match missed.saturating_sub(recent.exchanges.len() as u64) {
             0 => {}
-            missed => eprintln!("[{missed} more exchanges went by]"),
+            missed => terminal::note(&format!("[{missed} more exchanges went by]")),
         }
         Ok(())
     }
 
     fn line(&self, exchange: &Exchange) -> Result<String> {
         Ok(match self.output {
-            terminal::Output::Json => serde_json::to_string(exchange)? + "\n",
+            terminal::Output::Json => terminal::json(&serde_json::to_string(exchange)?),
             terminal::Output::Text => printable(&line(exchange, self.of.demo)) + "\n",
         })
     }

@@ -1,4 +1,5 @@
-//! Terminal output of the commands: formats, colors and tables.
+//! Terminal output of the commands: formats, colors and tables. All output passes this module, which
+//! alone writes control characters: proxies, tenants and clients write what commands print.
 
 use std::{
     env,
@@ -9,6 +10,10 @@ use anyhow::{Context, Result};
 use diy_mesh_model::escape;
 use serde::Serialize;
 use serde_json::json;
+
+const START_OF_COLOR: &str = "\x1b[";
+/// The end of a style, bold, dim, and the foreground colors.
+const COLORS: [u8; 10] = [0, 1, 2, 31, 32, 33, 34, 35, 36, 37];
 
 /// The output format of a command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -25,7 +30,7 @@ impl Output {
     pub fn print(self, value: &impl Serialize, text: impl FnOnce(Colors) -> String) -> Result<()> {
         print(&match self {
             Self::Text => text(Colors::of(&io::stdout())),
-            Self::Json => format!("{:#}\n", json!(value)),
+            Self::Json => json(&format!("{:#}", json!(value))),
         })
     }
 }
@@ -103,10 +108,36 @@ impl Colors {
     /// Formats a text with an ANSI SGR code.
     pub fn paint_code(self, code: u8, text: &str) -> String {
         if self.enabled {
-            format!("\x1b[{code}m{text}\x1b[0m")
+            format!("{START_OF_COLOR}{code}m{text}{START_OF_COLOR}0m")
         } else {
             text.to_owned()
         }
+    }
+
+    /// The text without control characters, but for line ends, tabs and the colors of
+    /// [`Self::paint_code`].
+    fn displayed(self, text: &str) -> String {
+        let mut displayed = String::with_capacity(text.len());
+        let mut parts = text.split(START_OF_COLOR);
+        escape::text(parts.next().unwrap_or_default(), &mut displayed);
+        for part in parts {
+            let code = part.split_once('m').and_then(|(code, rest)| {
+                let is_color = COLORS.contains(&code.parse().ok()?);
+                (self.enabled && is_color).then_some((code, rest))
+            });
+            let rest = match code {
+                Some((code, rest)) => {
+                    displayed += &format!("{START_OF_COLOR}{code}m");
+                    rest
+                }
+                None => {
+                    escape::text(START_OF_COLOR, &mut displayed);
+                    part
+                }
+            };
+            escape::text(rest, &mut displayed);
+        }
+        displayed
     }
 
     /// Formats rows of cells as a table with aligned columns.
@@ -154,6 +185,11 @@ pub fn printable(text: &str) -> String {
     printable
 }
 
+/// A line of JSON, or several, for standard output.
+pub fn json(json: &str) -> String {
+    escape::json(json) + "\n"
+}
+
 /// Prints a text to standard output. Ignores a closed pipe.
 pub fn print(text: &str) -> Result<()> {
     match write(text) {
@@ -164,8 +200,18 @@ pub fn print(text: &str) -> Result<()> {
 
 /// Prints a text to standard output.
 pub fn write(text: &str) -> Result<()> {
-    let written = io::stdout().lock().write_all(text.as_bytes());
+    let mut output = io::stdout().lock();
+    let text = Colors::of(&output).displayed(text);
+    let written = output.write_all(text.as_bytes());
     written.context("failed to write to standard output")
+}
+
+/// Prints a note to standard error.
+pub fn note(text: &str) {
+    let mut output = io::stderr().lock();
+    let text = Colors::of(&output).displayed(text.trim_end());
+    // Nobody reads the note if this fails.
+    let _ = writeln!(output, "{}", text.replace('\n', "\n  "));
 }
 
 /// Whether [`write`] failed because the reader of standard output has exited.
@@ -185,6 +231,18 @@ mod tests {
             Colors::DISABLED.table(&[row(["a", "bb", "c"]), row(["long", "é", ""])]),
             "a     bb  c\nlong  é\n"
         );
+    }
+
+    #[test]
+    fn output_controls_the_terminal_by_colors_only() {
+        let colors = Colors { enabled: true };
+        let red = colors.paint(TextStyle::Error, "a");
+        let text = format!("{red}\tb\x1b[2J\x1b[8mc\x1b]0;t\x07\u{9b}\u{202e}\x1b\n\x1b[");
+        assert_eq!(
+            colors.displayed(&text),
+            format!("{red}\tb\\x1b[2J\\x1b[8mc\\x1b]0;t\\x07\\u{{9b}}\\u{{202e}}\\x1b\n\\x1b[")
+        );
+        assert_eq!(Colors::DISABLED.displayed("\x1b[31ma"), "\\x1b[31ma");
     }
 
     #[test]

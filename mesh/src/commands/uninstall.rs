@@ -67,7 +67,7 @@ pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
         Vec::new()
     };
     if let Some(reason) = obstacle(&pods, &others, namespace) {
-        eprintln!("mesh: {reason}");
+        terminal::note(&format!("mesh: {reason}"));
         return Ok(ExitCode::FAILURE);
     }
     let mut deleted = 0;
@@ -161,11 +161,8 @@ async fn delete(cluster: &Cluster, object: &Value, dry_run: bool) -> Result<bool
         return Ok(false);
     };
     if !live::is_of_mesh(&found) {
-        eprintln!(
-            "kept {title}: it has no label {}={}",
-            live::LABEL.0,
-            live::LABEL.1
-        );
+        let (label, value) = live::LABEL;
+        terminal::note(&format!("kept {title}: it has no label {label}={value}"));
         return Ok(false);
     }
     let params = DeleteParams {
