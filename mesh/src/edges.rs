@@ -12,8 +12,12 @@ use diy_mesh_model::{
     identity::{Identity, TRUST_DOMAIN},
     ports::PortSet,
 };
-use diy_mesh_proto::mesh::v1::{
-    AuthorizedPath, Edge, GetEdgesResponse, authorized_path::Kind, edge, get_edges_response::Group,
+use diy_mesh_proto::{
+    authorization::edge::ends_of_block,
+    mesh::v1::{
+        AuthorizedPath, Edge, GetEdgesResponse, authorized_path::Kind, edge,
+        get_edges_response::Group,
+    },
 };
 
 use crate::{
@@ -98,8 +102,22 @@ pub fn pod(group: &Group, name: &str, trust_domain: &str) -> Pod {
     }
 }
 
-/// What is known of the calls of an edge. `None`: the caller has no valid identity.
-pub fn call(edge: &Edge) -> Option<Call> {
+/// What is known of the calls of an edge: of a block, the calls of its first and its last address.
+/// None if the caller has no valid identity.
+pub fn calls(edge: &Edge) -> Vec<Call> {
+    let Some(call) = call(edge) else {
+        return vec![];
+    };
+    match ends_of_block(&edge.block) {
+        None => vec![call],
+        Some(ends) => Vec::from(ends.map(|address| Call {
+            address: Some(address),
+            ..call.clone()
+        })),
+    }
+}
+
+fn call(edge: &Edge) -> Option<Call> {
     let caller = match &*edge.caller {
         "" => Caller::Unauthenticated,
         identity => Caller::Spiffe(identity.parse().ok()?),
@@ -152,15 +170,25 @@ pub fn labels(labels: &BTreeMap<String, String>) -> String {
 
 /// An edge, for people: `GET /shop/... from shop/web`.
 pub fn describe(edge: &Edge) -> String {
-    let what = match &*edge.method {
+    format!("{} from {}", what(edge), caller(edge))
+}
+
+/// The calls of an edge, for people: `GET /shop/...`.
+pub fn what(edge: &Edge) -> String {
+    match &*edge.method {
         "" => "connections".to_owned(),
         method => format!("{method} {}", describe_path(&path(edge))),
-    };
+    }
+}
+
+/// The caller of an edge, for people: `shop/web`.
+pub fn caller(edge: &Edge) -> String {
     let identity: Option<Identity> = edge.caller.parse().ok();
-    let caller = identity.map_or("unauthenticated".to_owned(), |caller| {
-        format!("{}/{}", caller.namespace(), caller.service_account())
-    });
-    format!("{what} from {caller}")
+    match identity {
+        Some(caller) => format!("{}/{}", caller.namespace(), caller.service_account()),
+        None if edge.block.is_empty() => "unauthenticated".to_owned(),
+        None => format!("unauthenticated {}", edge.block),
+    }
 }
 
 fn describe_path(path: &Path) -> String {

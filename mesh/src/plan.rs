@@ -153,9 +153,13 @@ impl Plan {
 /// The port and the text of the calls of an edge, and the verdicts on them.
 fn verdicts(edge: &Edge, rows: [&Row; 2]) -> Option<(u32, String, [Verdict; 2])> {
     if edge.destination.is_empty() {
-        let call = edges::call(edge)?;
-        let verdicts = rows.map(|row| judge(row, edge.port, &call));
-        return Some((edge.port, edges::describe(edge), verdicts));
+        let calls = edges::calls(edge);
+        let gravest = |row| {
+            let verdicts = calls.iter().map(|call| judge(row, edge.port, call));
+            verdicts.max_by_key(|verdict| verdict.verdict)
+        };
+        let [old, new] = rows.map(gravest);
+        return Some((edge.port, edges::describe(edge), [old?, new?]));
     }
     let to: Destination = edge.destination.parse().ok()?;
     let call = format!("to {}", edge.destination);

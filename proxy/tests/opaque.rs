@@ -4,8 +4,9 @@
 mod support;
 
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use diy_mesh_proxy::inbound::edges::day;
 use diy_mesh_proxy::upstream::balance::Backend;
 use diy_mesh_testkit::net::{closed_address, listen, read_all, read_until};
 use diy_mesh_testkit::wait::{on_worker, until};
@@ -30,6 +31,36 @@ fn forwards_server_first_bytes() {
         write(&mut client, "still here").await;
         client.shutdown().await.unwrap();
         assert_eq!(read_all(&mut app).await, "still here");
+    });
+}
+
+#[test]
+fn connection_is_a_call_from_the_first_byte_of_its_client() {
+    on_worker(async {
+        let (server, address) = listen().await;
+        let mesh = Mesh::new();
+        let calls = || {
+            let message = mesh.metrics.edges.unsent(&mut None, day(SystemTime::now()));
+            let edges = message.into_iter().flat_map(|message| message.edges);
+            edges.map(|edge| edge.block).collect::<Vec<_>>()
+        };
+        let mut client = mesh.connect_inbound(address).await;
+        let mut app = server.accept().await.unwrap().0;
+        write(&mut app, "220 mail.example ESMTP\r\n").await;
+        read_until(&mut client, "\r\n").await;
+        assert_eq!(calls(), [""; 0]);
+        client.shutdown().await.unwrap();
+        assert_eq!(read_all(&mut app).await, "");
+        drop(app);
+        assert_eq!(read_all(&mut client).await, "");
+        assert_eq!(calls(), [""; 0]);
+
+        let mut client = mesh.connect_inbound(address).await;
+        let mut app = server.accept().await.unwrap().0;
+        write(&mut app, "220 mail.example ESMTP\r\n").await;
+        write(&mut client, "EHLO there\r\n").await;
+        read_until(&mut app, "\r\n").await;
+        until(|| calls() == ["127.0.0.0/24"]).await;
     });
 }
 

@@ -1,7 +1,7 @@
 //! Edges: kinds of calls to a pod, as its proxy reports them. Pure.
 
 use std::cmp::Reverse;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::str::FromStr as _;
 
 use diy_mesh_model::identity::Identity;
@@ -78,6 +78,34 @@ pub fn destination(text: &str) -> Option<(&str, u16)> {
     (is_name && is_lower).then_some((host, port))
 }
 
+/// The block of the address of a client without an identity.
+pub fn block(address: IpAddr) -> String {
+    let [first, _] = ends(address);
+    let length = if first.is_ipv4() { 24 } else { 64 };
+    format!("{first}/{length}")
+}
+
+/// The first and the last address of the block of an edge. `None`: it is none that [`block`] gives.
+pub fn ends_of_block(text: &str) -> Option<[IpAddr; 2]> {
+    let address: IpAddr = text.split_once('/')?.0.parse().ok()?;
+    (block(address) == text).then(|| ends(address))
+}
+
+fn ends(address: IpAddr) -> [IpAddr; 2] {
+    match address.to_canonical() {
+        IpAddr::V4(address) => {
+            let others = u32::from(u8::MAX);
+            let bits = u32::from(address);
+            [bits & !others, bits | others].map(|bits| Ipv4Addr::from(bits).into())
+        }
+        IpAddr::V6(address) => {
+            let others = u128::from(u64::MAX);
+            let bits = u128::from(address);
+            [bits & !others, bits | others].map(|bits| Ipv6Addr::from(bits).into())
+        }
+    }
+}
+
 /// Whether an edge is one that a proxy of this release reports.
 pub fn is_valid(edge: &proto::Edge) -> bool {
     if !edge.destination.is_empty() {
@@ -98,7 +126,9 @@ pub fn is_valid(edge: &proto::Edge) -> bool {
         }
         Some(Path::Grpc(path)) => is_http && is_grpc_path(path),
     };
-    (1..=u32::from(u16::MAX)).contains(&edge.port) && is_caller && is_path
+    let is_block = edge.block.is_empty()
+        || edge.caller.is_empty() && edge.method.is_empty() && ends_of_block(&edge.block).is_some();
+    (1..=u32::from(u16::MAX)).contains(&edge.port) && is_caller && is_path && is_block
 }
 
 /// The patterns of paths in policies, the most specific ones first.
@@ -252,6 +282,34 @@ mod tests {
     }
 
     #[test]
+    fn blocks_of_clients_are_the_addresses_of_a_network() {
+        let block_of = |text: &str| block(text.parse().expect("an address"));
+        assert_eq!(block_of("192.0.2.77"), "192.0.2.0/24");
+        assert_eq!(block_of("::ffff:192.0.2.77"), "192.0.2.0/24");
+        assert_eq!(block_of("2001:db8:0:1:2::7"), "2001:db8:0:1::/64");
+        let ends = ends_of_block("192.0.2.0/24").map(|ends| ends.map(|one| one.to_string()));
+        assert_eq!(ends, Some(["192.0.2.0", "192.0.2.255"].map(String::from)));
+        for wrong in [
+            "",
+            "192.0.2.1/24",
+            "192.0.2.0/16",
+            "192.0.2.0",
+            "::ffff:192.0.2.0/64",
+        ] {
+            assert_eq!(ends_of_block(wrong), None, "{wrong}");
+        }
+        let mut edge = proto::Edge {
+            port: 6379,
+            block: "192.0.2.1/24".into(),
+            ..proto::Edge::default()
+        };
+        assert!(!is_valid(&edge));
+        edge.block = "192.0.2.0/24".into();
+        edge.caller = "spiffe://cluster.local/ns/shop/sa/web".into();
+        assert!(!is_valid(&edge));
+    }
+
+    #[test]
     fn methods_of_the_registry_are_told_apart() {
         assert_eq!((method(b"GET"), method(b"PATCH")), ("GET", "PATCH"));
         assert_eq!((method(b"get"), method(b"BREW")), ("OTHER", "OTHER"));
@@ -273,9 +331,11 @@ mod tests {
         assert!(is_valid(&valid));
         assert!(is_valid(&proto::Edge {
             port: 6379,
+            block: "192.0.2.0/24".into(),
             ..proto::Edge::default()
         }));
-        let invalid: [fn(&mut proto::Edge); 10] = [
+        let invalid: [fn(&mut proto::Edge); 11] = [
+            |edge| edge.block = "192.0.2.0/24".into(),
             |edge| edge.port = 0,
             |edge| edge.port = 70_000,
             |edge| edge.caller = "web".into(),

@@ -217,6 +217,7 @@ pub struct NewEdge {
 struct Key<'a> {
     caller: Option<&'a str>,
     port: u16,
+    block: String,
     method: &'a str,
     path: PathKey<'a>,
 }
@@ -261,6 +262,7 @@ impl SeenEdges {
         let key = Key {
             caller: client.caller.identity().map(|identity| identity.as_str()),
             port: client.port,
+            block: client.block(request),
             method: request.map_or("", |request| edge::method(request.method)),
             path: request.map_or(PathKey::Unknown, |request| {
                 PathKey::of(request, client.port, policies)
@@ -325,6 +327,17 @@ impl SeenEdges {
     }
 }
 
+impl Client<'_> {
+    /// The block of the address, which is all that is known of a client without an identity whose
+    /// connection carries no HTTP.
+    fn block(self, request: Option<&RequestView<'_>>) -> String {
+        match self.caller.identity() {
+            None if request.is_none() => edge::block(self.address),
+            _ => String::new(),
+        }
+    }
+}
+
 impl<'a> PathKey<'a> {
     fn of(request: &RequestView<'a>, port: u16, policies: Option<&'a Policies>) -> Self {
         let path = request.path();
@@ -342,6 +355,7 @@ impl Key<'_> {
         proto::Edge {
             caller: self.caller.unwrap_or_default().to_owned(),
             port: self.port.into(),
+            block: self.block.clone(),
             method: self.method.to_owned(),
             path: match self.path {
                 PathKey::Unknown => None,
@@ -489,13 +503,14 @@ mod tests {
         let connection = seen.find(CLIENT, None, None).expect("it is new");
         seen.add(*connection);
         let lines = all(&edges, today).edges.into_iter();
-        let lines = lines.map(|edge| (edge.method, edge.path));
+        let lines = lines.map(|edge| (edge.method, edge.path, edge.block));
         let expected = [
-            ("GET", Some(Path::Segment("/shop".into()))),
-            ("OTHER", None),
-            ("", None),
+            ("GET", Some(Path::Segment("/shop".into())), ""),
+            ("OTHER", None, ""),
+            ("", None, "127.0.0.0/24"),
         ];
-        let expected = expected.map(|(method, path)| (method.to_owned(), path));
+        let expected =
+            expected.map(|(method, path, block)| (method.to_owned(), path, block.to_owned()));
         assert_eq!(lines.collect::<Vec<_>>(), expected);
         seen.follow(UNIX_EPOCH + std::time::Duration::from_secs((today + 1) * SECONDS_PER_DAY));
         assert!(call(&seen, "GET", "/shop/b", 200));

@@ -46,14 +46,14 @@ pub enum End {
 /// propagated as a half-close and does not end the other direction. If there is a `detector`, it
 /// inspects the client's bytes until they determine the protocol. HTTP ends the copy, and so does
 /// `expiry` when it completes. A connection that has not received everything up to the sender's end
-/// is reset when it is dropped. `charge` gets the size of the buffers when the copy waits, and ends
-/// the copy if it returns false.
+/// is reset when it is dropped. `charge` gets the size of the buffers and the bytes from the client
+/// when the copy waits, and ends the copy if it returns false.
 pub async fn bidirectional(
     client: &mut Io,
     upstream: &mut Io,
     detector: Option<RequestDetector>,
     expiry: &mut (impl Future<Output = ()> + Unpin),
-    charge: &mut impl FnMut(usize) -> bool,
+    charge: &mut impl FnMut(usize, u64) -> bool,
 ) -> Copied {
     let mut upload = Transfer {
         detector,
@@ -77,7 +77,8 @@ pub async fn bidirectional(
             (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(End::Complete),
             _ => {
                 let pending = upload.pending.capacity() + download.pending.capacity();
-                if !charge(client.buffered() + upstream.buffered() + pending) {
+                let held = client.buffered() + upstream.buffered() + pending;
+                if !charge(held, upload.copied) {
                     return Poll::Ready(End::Overloaded);
                 }
                 Pin::new(&mut *expiry).poll(cx).map(|()| End::Expired)
@@ -198,9 +199,13 @@ mod tests {
     }
 
     async fn copy(mut client: Io, mut server: Io) -> Copied {
-        bidirectional(&mut client, &mut server, None, &mut pending(), &mut |_| {
-            true
-        })
+        bidirectional(
+            &mut client,
+            &mut server,
+            None,
+            &mut pending(),
+            &mut |_, _| true,
+        )
         .await
     }
 

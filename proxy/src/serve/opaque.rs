@@ -83,12 +83,22 @@ pub async fn serve(
     };
     record.connected(&endpoint, upstream.socket().local_addr().ok());
     flow.audit(None, None);
-    if let Some(edge) = flow.new_edge(None) {
-        flow.worker.edges.add(*edge);
-    }
+    let mut edge = flow.new_edge(None);
+    // A connection without a byte of its client is no call: a port scan, or a check of a balancer.
+    let mut called = |sent: u64| {
+        if sent > 0
+            && let Some(edge) = edge.take()
+        {
+            flow.worker.edges.add(*edge);
+        }
+    };
     let mut end = flow.copy_end(&client, &upstream, allowed.clone(), None);
-    let charge = &mut |bytes| memory.hold(bytes).is_ok();
+    let charge = &mut |bytes, sent| {
+        called(sent);
+        memory.hold(bytes).is_ok()
+    };
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end, charge).await;
+    called(copied.sent);
     in_flight.closed(copied.received > 0, copied.upstream_ended_first);
     record.copied(copied.sent, copied.received);
     match copied.end {

@@ -68,9 +68,29 @@ pub async fn run(arguments: &Arguments) -> Result<Outcome> {
     let observed = Observed::read(controller, edges.as_ref(), of).await?;
     let mut notes = Vec::new();
     let policies = policies(&observed, arguments.mode, &mut notes);
-    terminal::print(&yaml::write(&policies))?;
+    terminal::print(&(comments(&policies) + &yaml::write(&policies)))?;
     files::print(&notes);
     Ok(Outcome::Allowed)
+}
+
+/// A comment for each policy that allows clients without an identity.
+fn comments(policies: &[Value]) -> String {
+    let is_open = |policy: &&Value| {
+        let mut rules = policy["spec"]["rules"].as_array().into_iter().flatten();
+        rules.any(|rule| {
+            let mut sources = rule["sources"].as_array().into_iter().flatten();
+            sources.any(|source| source["type"] == "Unauthenticated" || source["type"] == "IPBlock")
+        })
+    };
+    let comments = policies.iter().filter(is_open).map(|policy| {
+        let [namespace, name] = ["namespace", "name"].map(|field| &policy["metadata"][field]);
+        let [namespace, name] = [namespace, name].map(|text| text.as_str().unwrap_or_default());
+        format!(
+            "# {namespace}/{name} allows clients without an identity, since such calls were seen: remove\n\
+             # Unauthenticated and IPBlock, or restrict them, once all clients are meshed.\n"
+        )
+    });
+    comments.collect()
 }
 
 /// The policies of all groups. What they lack is added to `notes`.
@@ -166,29 +186,53 @@ type Requests = BTreeMap<String, BTreeSet<String>>;
 
 /// A rule for each port, and for the callers that asked for the same.
 fn rules(group: &Group, trust_domain: &str, notes: &mut Vec<String>) -> Vec<Value> {
-    let mut calls: BTreeMap<(u32, &str), (bool, Requests)> = BTreeMap::new();
     let edges = group.edges.iter().filter_map(|seen| seen.edge.as_ref());
     // Others are calls by the pods.
-    for edge in edges.filter(|edge| edge.destination.is_empty()) {
-        let (is_any, requests) = calls.entry((edge.port, &edge.caller)).or_default();
-        match (item(edge), &*edge.method) {
-            (_, "") => *is_any = true,
-            (Some(item), method) if method != OTHER_METHOD => {
-                requests.entry(item).or_default().insert(method.to_owned());
-            }
-            _ => notes.push(format!(
-                "{}: no rule for {}",
-                edges::title(group),
-                edges::describe(edge)
-            )),
-        }
-    }
+    let edges = edges.filter(|edge| edge.destination.is_empty());
+    let is_request = |edge: &&Edge| !edge.method.is_empty();
+    let http: BTreeSet<u32> = edges
+        .clone()
+        .filter(is_request)
+        .map(|edge| edge.port)
+        .collect();
+    let mut calls: BTreeMap<(u32, &str), Requests> = BTreeMap::new();
     let mut rules: BTreeMap<(u32, String), (Value, Vec<Value>)> = BTreeMap::new();
-    for ((port, caller), (is_any, requests)) in calls {
-        let source = source(caller, trust_domain);
-        for requests in conditions(is_any, &requests) {
-            let rule = rules.entry((port, requests.to_string()));
-            rule.or_insert((requests, vec![])).1.push(source.clone());
+    let mut add = |port, requests: Value, source| {
+        let rule = rules.entry((port, requests.to_string()));
+        rule.or_insert((requests, vec![])).1.push(source);
+    };
+    for edge in edges {
+        let reason = match (item(edge), &*edge.method) {
+            (_, "") if http.contains(&edge.port) => {
+                ": the port carries HTTP, too, and a rule for connections allows all requests"
+            }
+            (_, "") if edge.caller.is_empty() && edge.block.is_empty() => {
+                ": a rule without their addresses, which are not recorded, allows all clients"
+            }
+            (_, "") => {
+                add(edge.port, Value::Null, source(edge, trust_domain));
+                continue;
+            }
+            (Some(item), method) if method != OTHER_METHOD => {
+                let requests = calls.entry((edge.port, &edge.caller)).or_default();
+                requests.entry(item).or_default().insert(method.to_owned());
+                continue;
+            }
+            _ => "",
+        };
+        notes.push(format!(
+            "{}: no rule for {}{reason}",
+            edges::title(group),
+            edges::describe(edge)
+        ));
+    }
+    for ((port, caller), requests) in calls {
+        let of = Edge {
+            caller: caller.to_owned(),
+            ..Edge::default()
+        };
+        for requests in conditions(&requests) {
+            add(port, requests, source(&of, trust_domain));
         }
     }
     let rules = rules
@@ -206,10 +250,12 @@ fn rules(group: &Group, trust_domain: &str, notes: &mut Vec<String>) -> Vec<Valu
     rules.collect()
 }
 
-fn source(caller: &str, own: &str) -> Value {
-    let identity: Option<Identity> = caller.parse().ok();
+/// The client of an edge: its identity, or the block of its addresses.
+fn source(edge: &Edge, own: &str) -> Value {
+    let identity: Option<Identity> = edge.caller.parse().ok();
     match identity {
-        None => json!({"type": "Unauthenticated"}),
+        None if edge.block.is_empty() => json!({"type": "Unauthenticated"}),
+        None => json!({"type": "IPBlock", "ipBlock": edge.block}),
         Some(identity) if identity.trust_domain() == own => {
             let (namespace, name) = (identity.namespace(), identity.service_account());
             let account = json!({"namespace": namespace, "name": name});
@@ -262,11 +308,8 @@ fn is_accepted(path: &Kind) -> bool {
     check(&policy).is_ok()
 }
 
-/// The `requests` of one or more rules. Null: every request, and every connection.
-fn conditions(is_any: bool, requests: &Requests) -> Vec<Value> {
-    if is_any {
-        return vec![Value::Null];
-    }
+/// The `requests` of one or more rules.
+fn conditions(requests: &Requests) -> Vec<Value> {
     let mut alike: BTreeMap<&BTreeSet<String>, Vec<Value>> = BTreeMap::new();
     for (path, methods) in requests {
         let path = path.parse().expect("it is JSON");
@@ -323,7 +366,11 @@ mod tests {
             edge("web", 8080, "POST", grpc),
             edge("api", 8080, "GET", segment("/")),
             edge("job", 8080, "GET", segment("/")),
-            edge("", 9090, "", None),
+            Edge {
+                block: "192.0.2.0/24".to_owned(),
+                ..edge("", 9090, "", None)
+            },
+            edge("db", 9090, "", None),
             Edge {
                 destination: "api.example.com:443".to_owned(),
                 ..Edge::default()
@@ -383,7 +430,12 @@ spec:
       ports:
       - 9090
     sources:
-    - type: Unauthenticated
+    - ipBlock: 192.0.2.0/24
+      type: IPBlock
+    - serviceAccount:
+        name: db
+        namespace: shop
+      type: ServiceAccount
   targetRefs:
   - group: ''
     kind: Pod
@@ -392,6 +444,42 @@ spec:
         app: cart
 ";
         assert_eq!(serde_yaml_ng::to_string(&policies[0]).unwrap(), expected);
+        let comment = comments(&policies);
+        assert!(
+            comment.starts_with("# shop/observed-cart allows clients"),
+            "{comment}"
+        );
+        assert_eq!(
+            manifest::parse(&(comment + &yaml::write(&policies))).unwrap(),
+            policies
+        );
+    }
+
+    #[test]
+    fn policy_allows_no_more_than_was_seen() {
+        let observed = observed(vec![
+            edge("", 8080, "GET", segment("/items")),
+            edge("web", 8080, "", None),
+            Edge {
+                block: "192.0.2.0/24".to_owned(),
+                ..edge("", 8080, "", None)
+            },
+            // An earlier release has reported it.
+            edge("", 9090, "", None),
+        ]);
+        let mut notes = Vec::new();
+        let policies = policies(&observed, Mode::Enforce, &mut notes);
+        let requests =
+            json!([{"methods": ["GET"], "paths": [{"type": "PathPrefix", "value": "/items"}]}]);
+        let expected = json!([{"sources": [{"type": "Unauthenticated"}],
+            "networkAttributes": {"ports": [8080]}, "requests": requests}]);
+        assert_eq!(policies[0]["spec"]["rules"], expected);
+        assert_eq!((policies.len(), notes.len()), (1, 3), "{notes:?}");
+        let expected = "shop/cart app=cart: no rule for connections from unauthenticated 192.0.2.0/24: the port carries HTTP, too";
+        assert!(
+            notes.iter().any(|note| note.starts_with(expected)),
+            "{notes:?}"
+        );
     }
 
     #[test]

@@ -89,7 +89,7 @@ fn copies_a_paused_stream_whole_after_the_end_of_the_other_direction() {
                 } else {
                     (&mut secured, &mut plain)
                 };
-                bidirectional(client, upstream, None, &mut pending(), &mut |_| true).await
+                bidirectional(client, upstream, None, &mut pending(), &mut |_, _| true).await
             });
             peer.shutdown().await.unwrap();
             assert_eq!(app.read(&mut [0]).await.unwrap(), 0);

@@ -347,7 +347,7 @@ impl<'a> Exchange<'a> {
         let request = self.request.view();
         let allowed = self.allowed.clone();
         let mut end = flow.copy_end(self.client, &upstream, allowed, Some(request));
-        let charge = &mut |bytes| self.memory.hold(bytes).is_ok();
+        let charge = &mut |bytes, _| self.memory.hold(bytes).is_ok();
         let copied = copy::bidirectional(self.client, &mut upstream, None, &mut end, charge).await;
         self.record.tunnel(copied.sent, copied.received);
         if copied.end == End::Expired
