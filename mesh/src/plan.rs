@@ -18,6 +18,7 @@ use serde::Serialize;
 use crate::{
     authorization::{Destination, Outcome, Verdict, judge, judge_outbound},
     edges::{self, Observed},
+    time::format_duration,
 };
 
 /// What changes.
@@ -37,6 +38,14 @@ pub struct Plan {
     pub closed: Vec<Closed>,
     /// Groups of which not all calls were kept.
     pub incomplete: Vec<String>,
+    /// Reasons why what was seen does not show what the change does.
+    pub unseen: Vec<String>,
+    /// The policies of the pods after the change.
+    #[serde(skip)]
+    policies: BTreeSet<String>,
+    /// The namespaces and accounts of pods that become strict.
+    #[serde(skip)]
+    strict: BTreeSet<String>,
 }
 
 /// The new verdict on a kind of calls.
@@ -81,7 +90,11 @@ pub fn plan(
         let (Some(old), Some(mut new)) = (row(before, pod.clone()), row(after, pod)) else {
             continue;
         };
+        plan.policies.extend(policies(&new));
         if let Some(workload) = new.workload.as_mut().filter(|_| is_strict(group)) {
+            let (namespace, account) = (&group.namespace, &group.service_account);
+            let names = [namespace.clone(), format!("{namespace}/{account}")];
+            plan.strict.extend(names);
             workload.set_inbound_mode(InboundMode::Strict);
         }
         if old != new {
@@ -98,7 +111,43 @@ fn row(index: &mut Index, pod: Pod) -> Option<Row> {
     authorization::pod(index, &key, 0, &key)
 }
 
+/// The policies of a pod.
+fn policies(row: &Row) -> Vec<String> {
+    let workload = row.workload.as_ref();
+    let inbound = workload.and_then(|workload| workload.authorization.as_ref());
+    let outbound = workload.and_then(|workload| workload.egress.as_ref());
+    let inbound = inbound.map(|inbound| (&inbound.policies, &inbound.default_name));
+    let outbound = outbound.map(|outbound| (&outbound.policies, &outbound.default_name));
+    let both = inbound.into_iter().chain(outbound);
+    let names = both.flat_map(|(policies, default)| {
+        let names = policies.iter().map(|policy| &policy.name);
+        names.chain([default])
+    });
+    names.cloned().collect()
+}
+
 impl Plan {
+    /// Adds what was not seen: pods of these new policies, pods that become strict, and more than
+    /// `min_watch` seconds.
+    pub fn add_unseen<'a>(
+        &mut self,
+        policies: impl Iterator<Item = String>,
+        strict: impl Iterator<Item = &'a String>,
+        min_watch: u64,
+    ) {
+        let policies = policies.filter(|name| !self.policies.contains(name));
+        let policies =
+            policies.map(|name| format!("{name} is about no pod whose proxy has reported"));
+        let strict = strict.filter(|name| !self.strict.contains(*name));
+        let strict = strict.map(|name| format!("no proxy of pods of {name} has reported"));
+        self.unseen = policies.chain(strict).collect();
+        if let Some((shortest, _)) = self.watched.filter(|(shortest, _)| *shortest < min_watch) {
+            let [shortest, min] = [shortest, min_watch].map(format_duration);
+            let reason = format!("pods were watched for {shortest} only, less than {min}");
+            self.unseen.push(reason);
+        }
+    }
+
     /// The gravest verdict on what was allowed.
     pub fn outcome(&self) -> Outcome {
         let verdicts = self.effects.iter().map(|effect| effect.verdict.verdict);

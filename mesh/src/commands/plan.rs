@@ -1,7 +1,11 @@
 //! `mesh plan`: tells what a policy, or strict mode, would have denied of the calls that proxies saw.
 //! Changes nothing.
 
-use std::path::PathBuf;
+use std::{
+    path::PathBuf,
+    process::{ExitCode, Termination as _},
+    time::Duration,
+};
 
 use anyhow::Result;
 use clap::Args;
@@ -19,14 +23,14 @@ use crate::{
     edges::Observed,
     files,
     plan::{self, Plan},
-    time::{format_duration, now},
+    time::{format_duration, now, parse_duration},
 };
 
 /// The arguments of `mesh plan`.
 #[derive(Args, Debug)]
 #[command(
     after_help = "Exit codes: 0 nothing that was seen would be denied, 1 something would be, 2 error, \
-    3 it depends on what was not recorded, or on an authorization server.\n\n\
+    3 it depends on what was not recorded, or on an authorization server, 4 too little was seen: no pods of a policy, or not for long enough.\n\n\
     Examples:\n  mesh plan -f policy.yaml           what new or changed policies would have denied\n  \
     mesh plan -f policy.yaml -n shop   the same for the pods of one namespace only\n  \
     mesh plan --strict shop            the same for strict pods in the namespace shop\n  \
@@ -47,6 +51,9 @@ pub struct Arguments {
     /// File with the calls, the JSON of GetEdgesResponse, in place of a controller
     #[arg(long, value_name = "FILE", requires = "current")]
     edges: Option<PathBuf>,
+    /// Time for which all pods have to have been watched
+    #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = parse_duration)]
+    min_watch: Duration,
     #[command(flatten)]
     controller: controller::Arguments,
     /// Output format
@@ -55,7 +62,7 @@ pub struct Arguments {
 }
 
 /// Compares and prints.
-pub async fn run(arguments: &Arguments) -> Result<Outcome> {
+pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
     let (mut observed, mut objects) = read(arguments).await?;
     let changed = changed(arguments)?;
     let mesh = &*arguments.controller.cluster.mesh_namespace;
@@ -64,8 +71,9 @@ pub async fn run(arguments: &Arguments) -> Result<Outcome> {
     observed
         .groups
         .retain(|group| is_concerned(&group.namespace));
-    if let Some(only) = &arguments.controller.cluster.namespace {
-        observed.groups.retain(|group| group.namespace == *only);
+    let only = arguments.controller.cluster.namespace.as_deref();
+    if let Some(only) = only {
+        observed.groups.retain(|group| group.namespace == only);
     }
     let index = |objects: &[Value]| explain::index(objects, mesh, &observed.trust_domain);
     let (mut before, _) = index(&objects);
@@ -78,10 +86,31 @@ pub async fn run(arguments: &Arguments) -> Result<Outcome> {
         let mut strict = arguments.strict.iter();
         strict.any(|name| [&group.namespace, &account].contains(&name))
     };
-    let plan = plan::plan(&observed, [&mut before, &mut after], is_strict, now());
+    let mut plan = plan::plan(&observed, [&mut before, &mut after], is_strict, now());
+    let policies = policies(&changed, only, mesh);
+    let min_watch = arguments.min_watch.as_secs();
+    plan.add_unseen(policies, arguments.strict.iter(), min_watch);
     let output = arguments.output;
     output.print(&plan, |colors| text(&plan, colors))?;
-    Ok(plan.outcome())
+    Ok(match plan.outcome() {
+        Outcome::Allowed if !plan.unseen.is_empty() => ExitCode::from(4),
+        outcome => outcome.report(),
+    })
+}
+
+/// The names of new and changed policies of a namespace, and of the mesh, or of all.
+fn policies<'a>(
+    changed: &'a [Value],
+    only: Option<&'a str>,
+    mesh: &'a str,
+) -> impl Iterator<Item = String> {
+    changed.iter().filter_map(move |object| {
+        let namespace = files::namespace(object);
+        let is_concerned = only.is_none_or(|only| [only, mesh].contains(&namespace));
+        let is_policy = object["kind"] == Kind::Authorization.name();
+        let name = object["metadata"]["name"].as_str()?;
+        (is_policy && is_concerned).then(|| format!("AuthorizationPolicy {namespace}/{name}"))
+    })
 }
 
 /// The namespaces that the change is about.
@@ -93,12 +122,22 @@ fn namespaces<'a>(arguments: &'a Arguments, changed: &'a [Value]) -> Vec<&'a str
 
 /// The calls, and the objects that are in force.
 async fn read(arguments: &Arguments) -> Result<(Observed, Vec<Value>)> {
-    let controller = &arguments.controller;
-    let observed = Observed::read(controller, arguments.edges.as_ref(), "").await?;
+    let (controller, files) = (&arguments.controller, &arguments.current);
+    let (only, mesh) = (
+        controller.cluster.namespace.as_deref(),
+        &*controller.cluster.mesh_namespace,
+    );
+    let edges = arguments.edges.as_ref();
+    let observed = Observed::read(controller, edges, only.unwrap_or_default()).await?;
     let kinds = [Kind::Service, Kind::Authorization];
-    let files = &arguments.current;
-    let objects = files::read_or_list(files, "--current", controller, [None], &kinds);
-    Ok((observed, objects.await?))
+    let mut objects = files::read_or_list(files, "--current", controller, [only], &kinds).await?;
+    // The policies of the mesh are about the pods of all namespaces.
+    if files.is_empty() && only.is_some_and(|only| only != mesh) {
+        let kinds = &kinds[1..];
+        let of_mesh = files::read_or_list(&[], "--current", controller, [Some(mesh)], kinds);
+        objects.extend(of_mesh.await?);
+    }
+    Ok((observed, objects))
 }
 
 /// The objects of the files, with policies that are enforced.
@@ -169,9 +208,16 @@ fn text(plan: &Plan, colors: Colors) -> String {
         "the change is about {} groups of pods{watched}\n",
         plan.groups
     );
+    let unseen = plan.unseen.iter().map(|reason| {
+        let reason = format!("too little was seen: {}", terminal::printable(reason));
+        colors.paint(TextStyle::Warning, &reason) + "\n"
+    });
+    let unseen: String = unseen.collect();
     if rows.len() > 1 {
-        colors.table(&rows) + &summary
-    } else {
+        colors.table(&rows) + &summary + &unseen
+    } else if unseen.is_empty() {
         format!("{summary}nothing that was seen would be denied\n")
+    } else {
+        summary + &unseen
     }
 }

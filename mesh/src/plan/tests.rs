@@ -99,6 +99,28 @@ const UNKNOWN: Option<Outcome> = Some(Outcome::Unknown);
 const DENIED: Option<Outcome> = Some(Outcome::Denied);
 
 #[test]
+fn change_of_pods_that_were_not_watched_long_enough_is_unseen() {
+    let unseen = |strict: &str, min_watch| {
+        let change = policy("new", spec("DENY", json!([])));
+        let mut plan = planned(vec![group(vec![])], &[], &[change], true);
+        let names = ["new", "other"].map(|name| format!("AuthorizationPolicy shop/{name}"));
+        plan.add_unseen(names.into_iter(), [strict.to_owned()].iter(), min_watch);
+        assert_eq!(plan.outcome(), Outcome::Allowed);
+        plan.unseen
+    };
+    let other = "AuthorizationPolicy shop/other is about no pod whose proxy has reported";
+    for seen in ["shop", "shop/cart"] {
+        assert_eq!(unseen(seen, 2 * DAY), [other]);
+    }
+    let expected = [
+        other,
+        "no proxy of pods of shop/web has reported",
+        "pods were watched for 2 d only, less than 2 d 1 h",
+    ];
+    assert_eq!(unseen("shop/web", 2 * DAY + 3600), expected);
+}
+
+#[test]
 fn paths_are_compared_as_far_as_they_were_recorded() {
     let path = |kind: &str, value: &str| json!({"paths": [{"type": kind, "value": value}]});
     let (matches, misses, unknown) = ([DENIED, ALLOWED], [ALLOWED, DENIED], [UNKNOWN, UNKNOWN]);
