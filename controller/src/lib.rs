@@ -192,6 +192,7 @@ impl Controller {
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
         let Controller { config, hub, .. } = self;
         let (stopping, readiness) = (CancellationToken::new(), Readiness::default());
+        let stopped = CancellationToken::new();
         let trust_domain: Arc<str> = config.trust_domain.as_str().into();
         let freshness = Freshness::default();
         let (quotas, edges) = (Quotas::default(), Edges::default());
@@ -247,8 +248,9 @@ impl Controller {
         let store_edges = async {
             let is_cluster = config.catalog == config::Storage::Kubernetes;
             let client = self.client.clone().filter(|_| is_cluster);
-            edges::store::run(client, &config.pod_namespace, edges.clone()).await;
+            edges::store::run(client, &config.pod_namespace, edges.clone(), &stopped).await;
         };
+        let mut store_edges = pin!(store_edges.fuse());
         let keys = Fetcher::new(
             self.client.clone(),
             Allowed {
@@ -266,7 +268,7 @@ impl Controller {
                 stop_after(shutdown, &readiness, &stopping),
                 publish_events(&self.client, queue),
                 observe_authority,
-                store_edges,
+                &mut store_edges,
                 keys.run(&hub),
                 hub.review_acknowledgements(),
                 &mut statuses,
@@ -279,6 +281,11 @@ impl Controller {
             // These run until the servers end.
             _ = background => Ok(()),
         };
+        // Proxies report until their streams end.
+        stopped.cancel();
+        if !store_edges.is_terminated() {
+            store_edges.await;
+        }
         // Another replica does not wait for the Lease of this one.
         if !statuses.is_terminated() {
             stopping.cancel();

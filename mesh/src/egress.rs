@@ -118,7 +118,7 @@ fn group(pod: &Pod) -> Group {
     Group {
         namespace: pod.namespace().unwrap_or_default(),
         service_account: account.unwrap_or_else(|| "default".to_owned()),
-        labels: shared_labels(pod.labels()),
+        labels: shared_labels(pod.labels().clone()),
         ..Group::default()
     }
 }

@@ -33,13 +33,15 @@ const MAX_HEADER_BYTES: usize = 4 * 1024;
 const ENTRY_BYTES: usize = 16;
 /// The first byte of the encoded edge of a destination, which has no other field.
 const DESTINATION_TAG: u8 = 7 << 3 | 2;
-/// Labels that controllers and nodes set for each pod.
-const POD_LABELS: [&str; 9] = [
+/// Labels that controllers and nodes set for each pod, or for each run of a Job.
+const POD_LABELS: [&str; 11] = [
     "pod-template-hash",
     "pod-template-generation",
     "controller-revision-hash",
     "controller-uid",
     "batch.kubernetes.io/controller-uid",
+    "job-name",
+    "batch.kubernetes.io/job-name",
     "batch.kubernetes.io/job-completion-index",
     "statefulset.kubernetes.io/pod-name",
     "apps.kubernetes.io/pod-index",
@@ -86,8 +88,7 @@ pub fn day(now: SystemTime) -> i64 {
 }
 
 /// The labels that the pods of a group share.
-pub fn shared_labels(labels: &BTreeMap<String, String>) -> BTreeMap<String, String> {
-    let mut labels = labels.clone();
+pub fn shared_labels(mut labels: BTreeMap<String, String>) -> BTreeMap<String, String> {
     labels.retain(|name, _| !POD_LABELS.contains(&name.as_str()));
     labels
 }
@@ -102,7 +103,7 @@ pub fn group(pod: &Pod) -> Message {
     Message {
         namespace: pod.key.namespace.to_string(),
         service_account: pod.service_account().unwrap_or_default().to_owned(),
-        labels: shared_labels(&pod.labels),
+        labels: shared_labels(pod.labels.clone()),
         ports: ports.collect(),
         ..Message::default()
     }
@@ -146,6 +147,11 @@ impl Edges {
     /// Whether a namespace has had something new since the last time.
     fn take_unstored(&self, namespace: &str) -> bool {
         self.lock().unstored.remove(namespace)
+    }
+
+    /// Whether something is not stored yet.
+    fn has_unstored(&self) -> bool {
+        !self.lock().unstored.is_empty()
     }
 
     /// Something of a namespace is not stored yet.
@@ -306,7 +312,8 @@ impl Namespace {
         } = group;
         let header = Message {
             service_account: group.service_account,
-            labels: group.labels,
+            // An earlier release may have stored further ones.
+            labels: shared_labels(group.labels),
             ports: group.ports,
             ..Message::default()
         };

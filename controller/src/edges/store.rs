@@ -12,6 +12,7 @@ use kube::api::{DeleteParams, ListParams, PostParams, Preconditions};
 use kube::{Api, Client, ResourceExt};
 use prost::Message as _;
 use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
 
 use super::{Edges, day};
 use crate::api::{API_TIMEOUT, ApiError, metadata, request};
@@ -24,15 +25,24 @@ const PREFIX: &str = "diy-service-mesh-edges-";
 const FIELD: &str = "edges";
 /// Time between two exchanges with what is stored.
 const INTERVAL: Duration = Duration::from_secs(5 * 60);
+/// Attempts to store what is new when the replica has stopped.
+const MAX_LAST_ATTEMPTS: u32 = 3;
 /// ConfigMaps of a page of their list.
 const PAGE_SIZE: u32 = 500;
 
-/// Exchanges the edges with what is stored in this namespace, now and then. Without a client, it
-/// only forgets what is too old.
-pub async fn run(client: Option<Client>, namespace: &str, edges: Edges) {
+/// Exchanges the edges with what is stored in this namespace, now and then, and when the replica has
+/// stopped. Without a client, it only forgets what is too old.
+pub async fn run(
+    client: Option<Client>,
+    namespace: &str,
+    edges: Edges,
+    stopped: &CancellationToken,
+) {
     let mut store = client.map(|client| Store::new(client, namespace, edges.clone()));
     let mut has_failed = false;
+    let mut attempts = MAX_LAST_ATTEMPTS;
     loop {
+        let is_last = stopped.is_cancelled();
         let now = SystemTime::now();
         edges.expire(now);
         let result = match &mut store {
@@ -48,8 +58,19 @@ pub async fn run(client: Option<Client>, namespace: &str, edges: Edges) {
             );
         }
         has_failed = result.is_err();
-        // Replicas that have started together do not write together.
-        sleep(INTERVAL.mul_f64(1.0 + fastrand::f64() / 10.0)).await;
+        if is_last {
+            attempts -= 1;
+            if has_failed || attempts == 0 || !edges.has_unstored() {
+                return;
+            }
+            // Another replica has written at the same time.
+            continue;
+        }
+        tokio::select! {
+            () = stopped.cancelled() => {}
+            // Replicas that have started together do not write together.
+            () = sleep(INTERVAL.mul_f64(1.0 + fastrand::f64() / 10.0)) => {}
+        }
     }
 }
 
@@ -277,6 +298,44 @@ mod tests {
         let (result, _) = tokio::join!(store.exchange(now), respond);
         result.unwrap();
         assert!(server.early().is_empty());
+    }
+
+    #[tokio::test]
+    async fn observations_are_stored_when_the_replica_stops() {
+        let (mut server, cluster, edges, _) = start().await;
+        let stopped = CancellationToken::new();
+        let run = run(
+            Some(cluster.client.clone()),
+            "mesh",
+            edges.clone(),
+            &stopped,
+        );
+        let now = SystemTime::now();
+        report(&edges, "shop", 80, now);
+        let respond = async {
+            server.respond(200, list("9", "", &[])).await;
+            let mut missing = failure(404);
+            missing["reason"] = json!("NotFound");
+            server.respond_at(SHOP, 404, missing).await;
+            server.respond(201, stored("shop", 80, "10", now)).await;
+            report(&edges, "shop", 82, now);
+            stopped.cancel();
+            // Another replica writes at the same time.
+            let map = stored("shop", 81, "11", now);
+            for conflict in [true, false] {
+                let list = list("11", "", std::slice::from_ref(&map));
+                server.respond(200, list).await;
+                server.respond_at(SHOP, 200, map.clone()).await;
+                if conflict {
+                    server.respond_at(SHOP, 409, failure(409)).await;
+                }
+            }
+            let written = stored("shop", 82, "12", now);
+            server.respond_at(SHOP, 200, written).await
+        };
+        tokio::join!(run, respond);
+        assert!(!edges.has_unstored() && server.early().is_empty());
+        assert_eq!(ports(&edges, "shop"), [80, 81, 82]);
     }
 
     #[tokio::test]

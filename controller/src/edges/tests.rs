@@ -73,6 +73,35 @@ fn pods_that_differ_in_labels_of_their_controller_are_one_group() {
 }
 
 #[test]
+fn runs_of_a_job_are_one_group() {
+    let edges = Edges::default();
+    let run = |number: u64, labels: [&str; 2]| {
+        let mut pod = crate::index::tests::pod("web-1", &[]);
+        let of_run = labels.map(|label| (label.to_owned(), format!("report-{number}")));
+        pod.labels = BTreeMap::from(of_run);
+        pod.labels.insert("app".into(), "report".into());
+        let mut of_run = group(&pod);
+        // As an earlier release has stored it.
+        if number > 2 {
+            of_run.labels = pod.labels;
+        }
+        edges.report(of_run, proto::Edges::default(), at(number));
+    };
+    run(1, ["job-name", "controller-uid"]);
+    run(
+        2,
+        [
+            "batch.kubernetes.io/job-name",
+            "batch.kubernetes.io/controller-uid",
+        ],
+    );
+    run(3, ["job-name", "batch.kubernetes.io/job-name"]);
+    let groups = edges.groups("shop");
+    let labels = BTreeMap::from([("app".to_owned(), "report".to_owned())]);
+    assert_eq!((groups.len(), &groups[0].labels), (1, &labels));
+}
+
+#[test]
 fn edges_are_kept_for_seven_days_after_their_last_report() {
     let edges = Edges::default();
     let web = || named("shop", "web");
