@@ -12,6 +12,10 @@ use kube::api::{Api, PostParams};
 use super::AuthError;
 use super::tokenreview::explain;
 
+/// The groups and names of resources that an account may list: one that exists in RBAC only, so that
+/// its token reads nothing from the API server, or pods.
+const RESOURCES: [[&str; 2]; 2] = [["diy-service-mesh.dev", "workloads"], ["", "pods"]];
+
 /// The namespaces whose pods a caller may list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Namespaces {
@@ -52,24 +56,38 @@ pub(super) async fn review(
     client: &kube::Client,
     user: &str,
 ) -> Result<Option<Namespaces>, AuthError> {
-    if may_list_pods(client, user, None).await? {
+    if may_list(client, user, None).await? {
         return Ok(Some(Namespaces::All));
     }
     match namespace(user) {
-        Some(own) if may_list_pods(client, user, Some(own)).await? => {
+        Some(own) if may_list(client, user, Some(own)).await? => {
             Ok(Some(Namespaces::One(own.into())))
         }
         _ => Ok(None),
     }
 }
 
-async fn may_list_pods(
+async fn may_list(
     client: &kube::Client,
     user: &str,
     within: Option<&str>,
 ) -> Result<bool, AuthError> {
+    for resource in RESOURCES {
+        if is_allowed(client, user, within, resource).await? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+async fn is_allowed(
+    client: &kube::Client,
+    user: &str,
+    within: Option<&str>,
+    resource: [&str; 2],
+) -> Result<bool, AuthError> {
     let review = SubjectAccessReview {
-        spec: review_spec(user, within),
+        spec: review_spec(user, within, resource),
         ..SubjectAccessReview::default()
     };
     let api: Api<SubjectAccessReview> = Api::all(client.clone());
@@ -84,7 +102,11 @@ async fn may_list_pods(
 }
 
 /// The groups are those of every service account. Other users are judged by their name alone.
-fn review_spec(user: &str, within: Option<&str>) -> SubjectAccessReviewSpec {
+fn review_spec(
+    user: &str,
+    within: Option<&str>,
+    [group, resource]: [&str; 2],
+) -> SubjectAccessReviewSpec {
     let mut groups = vec!["system:authenticated".to_owned()];
     if let Some(own) = namespace(user) {
         groups.push("system:serviceaccounts".to_owned());
@@ -95,7 +117,8 @@ fn review_spec(user: &str, within: Option<&str>) -> SubjectAccessReviewSpec {
         groups: Some(groups),
         resource_attributes: Some(ResourceAttributes {
             verb: Some("list".to_owned()),
-            resource: Some("pods".to_owned()),
+            group: Some(group.to_owned()),
+            resource: Some(resource.to_owned()),
             namespace: within.map(str::to_owned),
             ..ResourceAttributes::default()
         }),
@@ -128,14 +151,16 @@ mod tests {
 
     #[test]
     fn review_names_the_account_its_groups_and_the_namespace() {
-        let spec = review_spec("system:serviceaccount:shop:web", Some("shop"));
+        let [workloads, pods] = RESOURCES;
+        let spec = review_spec("system:serviceaccount:shop:web", Some("shop"), workloads);
         let attributes = spec.resource_attributes.unwrap();
         assert_eq!(attributes.namespace.as_deref(), Some("shop"));
         let verb = (attributes.verb.as_deref(), attributes.resource.as_deref());
-        assert_eq!(verb, (Some("list"), Some("pods")));
+        assert_eq!(verb, (Some("list"), Some("workloads")));
+        assert_eq!(attributes.group.as_deref(), Some("diy-service-mesh.dev"));
         let groups = spec.groups.unwrap();
         assert!(groups.contains(&"system:serviceaccounts:shop".to_owned()));
-        let everywhere = review_spec("someone", None);
+        let everywhere = review_spec("someone", None, pods);
         assert_eq!(everywhere.groups.unwrap(), ["system:authenticated"]);
         assert_eq!(everywhere.resource_attributes.unwrap().namespace, None);
     }

@@ -533,8 +533,8 @@ mod tests {
             let denied = authenticator.namespaces(&user, None).await;
             assert_eq!(denied, Err(AuthError::Forbidden(user.clone())));
         }
-        // Of all namespaces, and of its own.
-        assert_eq!(reviews.load(std::sync::atomic::Ordering::Relaxed), 2);
+        // Of all namespaces, and of its own, both resources.
+        assert_eq!(reviews.load(std::sync::atomic::Ordering::Relaxed), 4);
     }
 
     fn key(number: u8) -> TokenHash {
