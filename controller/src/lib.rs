@@ -254,8 +254,8 @@ impl Controller {
         let keys = Fetcher::new(
             self.client.clone(),
             Allowed {
-                urls: config.key_urls.iter().cloned().collect(),
-                private_urls: config.private_key_urls.iter().cloned().collect(),
+                urls: urls(&config.key_urls),
+                private_urls: urls(&config.private_key_urls),
                 roots: config.key_roots_file.clone(),
             },
         );
@@ -293,6 +293,12 @@ impl Controller {
         }
         result
     }
+}
+
+/// The URLs of a flag. An empty variable has one empty URL.
+fn urls<C: FromIterator<String>>(urls: &[String]) -> C {
+    let urls = urls.iter().filter(|url| !url.is_empty());
+    urls.cloned().collect()
 }
 
 /// The name of the condition of readiness that a CA is loaded.

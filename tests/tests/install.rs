@@ -42,6 +42,9 @@ controller:
   certificateLife: 3600
   caLife: 315360000
   log: info,kube_runtime=error,diy_mesh_controller=debug
+  keyUrls: "https://a.example/keys,https://b.example/keys"
+  privateKeyUrls: https://idp.internal/keys
+  keyRootsFile: /etc/roots/ca.pem
   logFormat: json
 injector:
   replicas: 1

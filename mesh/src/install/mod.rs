@@ -44,7 +44,7 @@ const TEXTS: [(&str, &str, &str); 6] = [
 const IMAGE: &str = "IMAGE_TO_DEPLOY_PROXY";
 
 /// The values of a Deployment: in a field of its pods, or in a variable of its first container.
-const FIELDS: [(&str, &str, &str); 23] = [
+const FIELDS: [(&str, &str, &str); 26] = [
     ("controller.replicas", "controller", "/spec/replicas"),
     ("controller.resources", "controller", RESOURCES),
     (
@@ -55,6 +55,13 @@ const FIELDS: [(&str, &str, &str); 23] = [
     ("controller.caLife", "controller", "CA_LIFE"),
     ("controller.log", "controller", "LOG"),
     ("controller.logFormat", "controller", "LOG_FORMAT"),
+    ("controller.keyUrls", "controller", "KEY_URLS"),
+    (
+        "controller.privateKeyUrls",
+        "controller",
+        "PRIVATE_KEY_URLS",
+    ),
+    ("controller.keyRootsFile", "controller", "KEY_ROOTS_FILE"),
     ("trustDomain", "controller", "TRUST_DOMAIN"),
     ("trustDomain", "injector", "TRUST_DOMAIN"),
     ("injector.replicas", "injector", "/spec/replicas"),

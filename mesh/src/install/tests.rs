@@ -221,7 +221,7 @@ fn output_has_no_secrets_and_is_the_same_in_each_run() {
         "kind: Secret",
         "caBundle",
         "BEGIN ",
-        "PRIVATE",
+        "PRIVATE KEY",
         "token:",
         "CustomResource",
     ] {
