@@ -338,7 +338,7 @@ pub fn judge_outbound(pod: &Pod, to: &Destination) -> Verdict {
         Err(verdict) => verdict,
         Ok(workload) => {
             let message = workload.egress.clone().unwrap_or_default();
-            judge_policies(&message, None, to.host.as_deref(), to.port.into(), &call)
+            judge_policies(&message, Some(to), None, to.port.into(), &call)
         }
     }
 }
@@ -371,14 +371,14 @@ pub fn judge(pod: &Pod, port: u32, call: &Call) -> Verdict {
     };
     let message = workload.authorization.clone().unwrap_or_default();
     let identity = call.caller.identity(pod);
-    judge_policies(&message, identity.as_ref(), None, port, &call)
+    judge_policies(&message, None, identity.as_ref(), port, &call)
 }
 
 /// The verdict of policies, with what is not known assumed against the call, and for it.
 fn judge_policies(
     message: &proto::Authorization,
+    outbound: Option<&Destination>,
     identity: Option<&Identity>,
-    host: Option<&str>,
     port: u32,
     call: &Call,
 ) -> Verdict {
@@ -386,12 +386,18 @@ fn judge_policies(
         identity,
         address: call.address.unwrap_or(Ipv4Addr::UNSPECIFIED.into()),
         port: port.try_into().unwrap_or_default(),
-        host,
+        host: outbound.and_then(|to| to.host.as_deref()),
         request: call.request.as_ref().map(|request| request as &dyn Request),
         token: None,
     };
     let [worst, best] = [false, true].map(|is_allowed| assume::assume(message, call, is_allowed));
-    let [pessimist, optimist] = [&worst, &best].map(Authorization::compile);
+    let [pessimist, optimist] = [&worst, &best].map(|message| {
+        let compiled = Authorization::compile(message);
+        match outbound {
+            Some(_) => compiled.outbound(),
+            None => compiled,
+        }
+    });
     let tokens = call
         .request
         .as_ref()

@@ -79,6 +79,8 @@ pub struct Authorization {
     audited: Option<Rules>,
     /// Of both.
     patterns: Patterns,
+    /// The policies are about calls by the pod.
+    is_outbound: bool,
 }
 
 /// Why a call is denied.
@@ -147,12 +149,33 @@ impl Authorization {
             enforced: Rules::compile(message, false),
             audited: has_audit.then(|| Rules::compile(message, true)),
             patterns: Patterns::compile(message),
+            is_outbound: false,
+        }
+    }
+
+    /// The policies as policies about calls by the pod: their denials name destinations.
+    pub fn outbound(self) -> Authorization {
+        Authorization {
+            is_outbound: true,
+            ..self
         }
     }
 
     /// Whether the call is allowed.
     pub fn judge(&self, call: &Call<'_>) -> Result<(), Denial> {
-        self.enforced.judge(call)
+        self.judge_by(&self.enforced, call)
+    }
+
+    fn judge_by(&self, rules: &Rules, call: &Call<'_>) -> Result<(), Denial> {
+        rules.judge(call).map_err(|mut denial| {
+            if let Some(nearest) = &mut denial.nearest
+                && nearest.failed == Condition::Sources
+                && self.is_outbound
+            {
+                nearest.failed = Condition::Destinations;
+            }
+            denial
+        })
     }
 
     /// The denial of a request that no token changes: by a DENY rule without claims, or because no
@@ -176,7 +199,8 @@ impl Authorization {
     /// The denial of a call that [`judge`](Self::judge) allows, if the policies under audit were in
     /// force too.
     pub fn audit(&self, call: &Call<'_>) -> Option<Denial> {
-        let denial = self.audited.as_ref()?.judge(call).err()?;
+        let audited = self.audited.as_ref()?;
+        let denial = self.judge_by(audited, call).err()?;
         self.judge(call).is_ok().then_some(denial)
     }
 

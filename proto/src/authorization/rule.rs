@@ -24,6 +24,8 @@ pub enum Condition {
     Revision,
     /// The client is not among the sources.
     Sources,
+    /// The destination is not among the destinations, of calls by the pod.
+    Destinations,
     /// The client is among those that are excluded.
     NotSources,
     /// The connection carries no HTTP.
@@ -46,6 +48,7 @@ impl Condition {
         match self {
             Condition::Revision => "revision",
             Condition::Sources => "sources",
+            Condition::Destinations => "destinations",
             Condition::NotSources => "notSources",
             Condition::Requests => "requests",
             Condition::Paths => "paths",

@@ -48,7 +48,7 @@ impl Eq for Egress {}
 impl Egress {
     /// The policies in this order of precedence: as of calls to pods.
     pub fn new(authorization: Authorization) -> Self {
-        Self(Arc::new(authorization))
+        Self(Arc::new(authorization.outbound()))
     }
 
     /// Whether the pod may call the destination.

@@ -54,11 +54,18 @@ pub async fn find(
             None => egress.allows_address(chosen),
         };
         let named = name.as_deref().filter(|_| host.is_none() && !is_allowed);
-        if let Some(name) = named.filter(|name| egress.names(name, chosen.port())) {
+        let allowed_name = named.filter(|name| egress.names(name, chosen.port()));
+        if let Some(name) = allowed_name {
             let (to, found) = resolve(flow, &egress, name.into(), chosen).await?;
             permit.name(to);
             *backend = found;
             is_allowed = true;
+        } else if let Some(name) = named {
+            // The denial names the host, not only the address that the application has chosen.
+            egress.judge(&Outside {
+                address: chosen,
+                name: Some(name.into()),
+            })?;
         }
         denial = egress.audit(chosen, name.as_deref());
     }

@@ -323,6 +323,9 @@ fn closed_egress_reaches_only_what_is_allowed() {
         );
         let reason = "denied by AuthorizationPolicy shop/egress: no rule matches";
         assert!(response.contains(reason), "{response}");
+        // The denial names the host, and what does not match.
+        assert!(response.contains("\nweb at 127.0.0.1:"), "{response}");
+        assert!(response.contains("but for its destinations"), "{response}");
         assert!(!is_echoed(&mut pod.connect().await, b"\0\0ping").await);
         assert_eq!(pod.connections(), (0, 0));
         pod.set(allow(&["127.0.0.1/32"])).await;
