@@ -7,7 +7,10 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use diy_mesh_controller::edges::shared_labels;
-use diy_mesh_proto::{authorization::edge, mesh::v1::get_edges_response::Group};
+use diy_mesh_proto::{
+    authorization::edge,
+    mesh::v1::get_edges_response::{self, Group},
+};
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use serde::Serialize;
@@ -65,8 +68,7 @@ impl Destination {
 pub fn report(observed: &Observed, unwatched: BTreeSet<String>) -> Report {
     let seen = |group: &Group| Seen {
         pods: title(group),
-        since: (!group.service_account.is_empty())
-            .then(|| format_timestamp(group.since.try_into().unwrap_or_default())),
+        since: since(group),
         incomplete: group.incomplete,
         destinations: destinations(group),
     };
@@ -78,21 +80,32 @@ pub fn report(observed: &Observed, unwatched: BTreeSet<String>) -> Report {
 
 /// The destinations of a group.
 pub fn destinations(group: &Group) -> Vec<Destination> {
-    let destination = |seen: &diy_mesh_proto::mesh::v1::get_edges_response::Seen| {
+    let destination = |seen: &get_edges_response::Seen| {
         let (host, port) = edge::destination(&seen.edge.as_ref()?.destination)?;
-        let day = u64::try_from(seen.last_day).unwrap_or_default();
-        let mut last_day = format_timestamp(day.saturating_mul(SECONDS_PER_DAY));
-        last_day.truncate(DATE_LENGTH);
         let host = host.trim_matches(['[', ']']).to_owned();
         Some(Destination {
             host,
             port,
-            last_day,
+            last_day: last_day(seen),
         })
     };
     let mut all: Vec<_> = group.edges.iter().filter_map(destination).collect();
     all.sort();
     all
+}
+
+/// The last day of UTC on which calls were seen.
+pub fn last_day(seen: &get_edges_response::Seen) -> String {
+    let day = u64::try_from(seen.last_day).unwrap_or_default();
+    let mut last_day = format_timestamp(day.saturating_mul(SECONDS_PER_DAY));
+    last_day.truncate(DATE_LENGTH);
+    last_day
+}
+
+/// The start of the observation of a group. None if it stands for others that were cut.
+pub fn since(group: &Group) -> Option<String> {
+    (!group.service_account.is_empty())
+        .then(|| format_timestamp(group.since.try_into().unwrap_or_default()))
 }
 
 /// The pods, as groups, of namespaces with groups of which no proxy has reported.

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::{
     authz::generate::Mode,
-    terminal::{self, Colors, Output, TextStyle, plain, printable},
+    terminal::{self, Cell, Colors, Output, TextStyle, plain, printable},
 };
 use crate::{
     authorization::Outcome,
@@ -67,12 +67,12 @@ pub async fn run(arguments: &Arguments) -> Result<Outcome> {
     if arguments.network_policy {
         bound(arguments, of).await
     } else {
-        list(arguments, of).await
+        list(arguments).await
     }
 }
 
-async fn list(arguments: &Arguments, of: &str) -> Result<Outcome> {
-    let (observed, unwatched) = read(arguments, of).await?;
+async fn list(arguments: &Arguments) -> Result<Outcome> {
+    let (observed, unwatched) = read(&arguments.controller, arguments.edges.as_ref()).await?;
     let mut notes = Vec::new();
     if arguments.policy {
         let mode = arguments.mode.unwrap_or_default();
@@ -90,12 +90,15 @@ async fn list(arguments: &Arguments, of: &str) -> Result<Outcome> {
 }
 
 /// The calls, and the pods of the cluster of which no proxy has reported.
-async fn read(arguments: &Arguments, of: &str) -> Result<(Observed, BTreeSet<String>)> {
-    let controller = &arguments.controller;
-    let mut observed = Observed::read(controller, arguments.edges.as_ref(), of).await?;
+pub(super) async fn read(
+    controller: &controller::Arguments,
+    edges: Option<&PathBuf>,
+) -> Result<(Observed, BTreeSet<String>)> {
+    let of = controller.cluster.namespace.as_deref().unwrap_or_default();
+    let mut observed = Observed::read(controller, edges, of).await?;
     let is_wanted = |namespace: &str| of.is_empty() || namespace == of;
     observed.groups.retain(|group| is_wanted(&group.namespace));
-    if arguments.edges.is_some() || !controller.access.controller.is_empty() {
+    if edges.is_some() || !controller.access.controller.is_empty() {
         return Ok((observed, BTreeSet::new()));
     }
     let client = Cluster::connect(&controller.cluster).await?.client;
@@ -121,7 +124,7 @@ fn text(report: &Report, colors: Colors) -> String {
     let mut rows = vec![terminal::headings(headings)];
     for group in &report.groups {
         let since = group.since.as_deref().unwrap_or("-");
-        let mut details: Vec<Vec<_>> = group
+        let details: Vec<Vec<_>> = group
             .destinations
             .iter()
             .map(|one| {
@@ -129,21 +132,33 @@ fn text(report: &Report, colors: Colors) -> String {
                 [&one.host, &port, &one.last_day].map(plain).to_vec()
             })
             .collect();
-        if group.incomplete {
-            let text = "others: there were more calls than are kept";
-            details.push(vec![TextStyle::Warning.cell(text)]);
-        }
-        if details.is_empty() {
-            details.push(vec![TextStyle::Dim.cell("none")]);
-        }
-        let heads = [TextStyle::Bold.cell(&group.pods), plain(since)];
-        rows.append(&mut terminal::headed(heads, details));
+        rows.append(&mut of_group(&group.pods, since, group.incomplete, details));
     }
-    rows.extend(report.unwatched.iter().map(|pods| {
-        let state = TextStyle::Warning.cell("not watched: no proxy has reported");
-        vec![TextStyle::Bold.cell(pods), plain("-"), state]
-    }));
+    rows.extend(report.unwatched.iter().map(not_watched));
     colors.table(&rows)
+}
+
+/// The rows of a group of pods.
+pub(super) fn of_group(
+    pods: &str,
+    since: &str,
+    incomplete: bool,
+    mut details: Vec<Vec<Cell>>,
+) -> Vec<Vec<Cell>> {
+    if incomplete {
+        let text = "others: there were more calls than are kept";
+        details.push(vec![TextStyle::Warning.cell(text)]);
+    }
+    if details.is_empty() {
+        details.push(vec![TextStyle::Dim.cell("none")]);
+    }
+    terminal::headed([TextStyle::Bold.cell(pods), plain(since)], details)
+}
+
+/// The row of pods of which no proxy has reported.
+pub(super) fn not_watched(pods: &String) -> Vec<Cell> {
+    let state = TextStyle::Warning.cell("not watched: no proxy has reported");
+    vec![TextStyle::Bold.cell(pods), plain("-"), state]
 }
 
 async fn bound(arguments: &Arguments, of: &str) -> Result<Outcome> {
@@ -222,7 +237,8 @@ mod tests {
     #[test]
     fn calls_to_pods_are_no_destinations() {
         let arguments = parsed(&format!("egress -n http-server --edges {CALLS}")).unwrap();
-        let (observed, _) = block_on(read(&arguments, "http-server")).unwrap();
+        let read = read(&arguments.controller, arguments.edges.as_ref());
+        let (observed, _) = block_on(read).unwrap();
         let [group] = &observed.groups[..] else {
             panic!("{:?}", observed.groups)
         };

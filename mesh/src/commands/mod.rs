@@ -1,6 +1,7 @@
 //! The commands of `mesh`.
 
 pub mod authz;
+pub mod callers;
 pub mod check;
 pub mod dashboard;
 pub mod demo;
@@ -57,6 +58,8 @@ enum Command {
     Demo(demo::Arguments),
     /// Tell whether a call is allowed, by which policy and rule, and why
     Authz(Box<authz::Arguments>),
+    /// List the callers of pods and their calls
+    Callers(callers::Arguments),
     /// Check the mesh of a cluster and recommend actions
     Check(check::Arguments),
     /// Show workloads, their calls and failures on a page in the browser
@@ -106,6 +109,7 @@ impl Command {
         match self {
             Self::Demo(arguments) => exit(demo::run(&arguments), 1),
             Self::Authz(arguments) => exit(block_on(authz::run(&arguments)), 2),
+            Self::Callers(arguments) => exit(block_on(callers::run(&arguments)), 2),
             Self::Check(arguments) => exit(block_on(check::run(&arguments)), 2),
             Self::Dashboard(arguments) => exit(block_on(dashboard::run(&arguments)), 2),
             Self::Egress(arguments) => exit(block_on(egress::run(&arguments)), 2),
