@@ -19,6 +19,7 @@ use serde::de::DeserializeOwned;
 use crate::{
     check::pods,
     cluster::{self, Cluster, FORBIDDEN, describe_error},
+    time::{format_relative, now, parse_timestamp},
     why::{Record, Story},
 };
 
@@ -255,8 +256,12 @@ impl Proxies {
         is_selected: impl Fn(&Exchange) -> bool,
     ) -> Result<Option<Story>> {
         let mut found: Option<(Pod, Exchange)> = None;
+        let mut successes = Vec::new();
         for pod in self.named(name).await? {
             for exchange in self.recent(&pod, "").await?.exchanges {
+                if is_selected(&exchange) && !exchange.is_failure() {
+                    successes.push(exchange.time.clone());
+                }
                 let order = |one: &Exchange| {
                     let is_retried = one.failed_attempt().is_some();
                     (one.is_failure(), is_retried, one.time.clone())
@@ -268,7 +273,12 @@ impl Proxies {
             }
         }
         Ok(match found {
-            Some((pod, exchange)) => Some(self.complete(&pod, exchange).await),
+            Some((pod, exchange)) => {
+                let age = age(&exchange, &successes, now());
+                let mut story = self.complete(&pod, exchange).await;
+                story.missing.extend(age);
+                Some(story)
+            }
             None => None,
         })
     }
@@ -318,6 +328,17 @@ impl Proxies {
             exchange,
         }))
     }
+}
+
+/// How long ago a failure was, and the exchanges since then.
+fn age(exchange: &Exchange, successes: &[String], now: u64) -> Option<String> {
+    let time = parse_timestamp(&exchange.time).filter(|_| exchange.is_failure())?;
+    let age = format_relative(time, now);
+    let later = successes.iter().filter(|success| **success > exchange.time);
+    Some(match later.count() {
+        0 => format!("The failure was {age}. No later exchange is known."),
+        count => format!("The failure was {age}. Later exchanges that did not fail: {count}."),
+    })
 }
 
 /// Those that a name means.
@@ -417,6 +438,29 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn latest_failure_has_its_age_and_the_successes_since_then() {
+        let exchange = |failure: serde_json::Value| -> Exchange {
+            let exchange = json!({
+                "time": "1970-01-01T00:01:00.5Z", "direction": "outbound", "peer": "10.0.0.1:1",
+                "destination": "10.0.0.2:80", "protocol": "http1", "duration_ms": 1.0, "failure": failure,
+            });
+            serde_json::from_value(exchange).expect("an exchange")
+        };
+        let failed = exchange(json!({"code": "connect-failed", "message": "cannot connect"}));
+        let times = ["1970-01-01T00:01:00.1Z", "1970-01-01T00:02:00.1Z"].map(String::from);
+        let text = |successes| age(&failed, successes, 720);
+        assert_eq!(
+            text(&times[..1]).as_deref(),
+            Some("The failure was 11 min ago. No later exchange is known.")
+        );
+        assert_eq!(
+            text(&times).as_deref(),
+            Some("The failure was 11 min ago. Later exchanges that did not fail: 1.")
+        );
+        assert_eq!(age(&exchange(json!(null)), &times, 720), None);
+    }
 
     #[test]
     fn name_means_a_pod_or_a_workload_else_versions() {

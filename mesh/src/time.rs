@@ -53,6 +53,12 @@ pub fn format_relative(time: u64, now: u64) -> String {
     }
 }
 
+/// Reads a time as RFC 3339, in seconds since 1970.
+pub fn parse_timestamp(text: &str) -> Option<u64> {
+    let timestamp: Timestamp = text.parse().ok()?;
+    timestamp.as_second().try_into().ok()
+}
+
 /// Formats a time as RFC 3339 in UTC.
 pub fn format_timestamp(time: u64) -> String {
     i64::try_from(time)
@@ -98,5 +104,7 @@ mod tests {
             ("in 1 min".into(), "1 min ago".into())
         );
         assert_eq!(format_timestamp(0), "1970-01-01T00:00:00Z");
+        assert_eq!(parse_timestamp("1970-01-01T00:01:00.5Z"), Some(60));
+        assert_eq!(parse_timestamp("yesterday"), None);
     }
 }
