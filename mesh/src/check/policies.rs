@@ -11,6 +11,8 @@ use super::{Finding, Findings, count, or_ok};
 use crate::install::{self, live};
 use crate::routes::{conditions, list, text};
 
+/// The annotation in which `kubectl apply` keeps the object that it has sent.
+const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 const ADVICE: &str = "mesh install --crds | kubectl apply -f -";
 
 /// The definitions are installed, and have the fields of this version.
@@ -82,7 +84,10 @@ fn join(path: &str, name: &str) -> String {
 pub(super) fn paths(policy: &Value) -> BTreeSet<String> {
     fn collect(value: &Value, path: &str, paths: &mut BTreeSet<String>) {
         for (name, value) in value.as_object().into_iter().flatten() {
-            collect(value, &join(path, name), paths);
+            // The API server stores none.
+            if !value.is_null() {
+                collect(value, &join(path, name), paths);
+            }
         }
         for item in list(value) {
             collect(item, &format!("{path}[]"), paths);
@@ -111,6 +116,10 @@ pub(super) fn policies(facts: &Facts) -> Findings<'_> {
     let rejected = Finding::warning(text, advice).if_any(rejected.concat());
     let text = "policies that do not apply everywhere";
     let partial = Finding::warning(text, PARTIAL_ADVICE).if_any(partial.concat());
+    let text = "policies with fields that the API server has dropped when they were applied, so that their \
+                rules match more than is written";
+    let advice = "correct the names of the fields, and apply with kubectl apply --validate=strict";
+    let pruned = Finding::warning(text, advice).if_any(policies.iter().flat_map(pruned));
     let opened = facts.judgement.iter().flat_map(|one| one.opened.clone());
     let text = "pods that everyone may call, while an ALLOW policy of their namespace selects none";
     let advice = "correct the Service or targetRefs of the policy, or delete it";
@@ -120,7 +129,23 @@ pub(super) fn policies(facts: &Facts) -> Findings<'_> {
         "policy is accepted",
         "policies are accepted",
     );
-    Ok(or_ok([rejected, partial, opened], text))
+    Ok(or_ok([rejected, partial, pruned, opened], text))
+}
+
+/// The fields of a policy that `kubectl apply` has sent and that are not stored.
+fn pruned(policy: &Value) -> Vec<String> {
+    let annotation = &policy["metadata"]["annotations"][LAST_APPLIED];
+    let applied: Option<Value> = annotation
+        .as_str()
+        .and_then(|text| serde_json::from_str(text).ok());
+    let applied = applied.map(|applied| paths(&applied["spec"]));
+    let stored = paths(&policy["spec"]);
+    let lost = applied
+        .iter()
+        .flatten()
+        .filter(|path| !stored.contains(*path));
+    let title = live::title(policy);
+    lost.map(|path| format!("{title}: spec.{path}")).collect()
 }
 
 /// What the mesh says about the targets of a policy that it does not accept, and about those where
@@ -197,6 +222,30 @@ mod tests {
             !old.details
                 .contains(&"spec.faults[].delay.percent".to_owned())
         );
+    }
+
+    #[test]
+    fn reports_fields_that_the_api_server_has_dropped() {
+        let check = |applied: Value, stored: Value| {
+            let policy = json!({
+                "kind": "AuthorizationPolicy", "spec": stored,
+                "metadata": {"namespace": "shop", "name": "web", "annotations": {
+                    LAST_APPLIED: json!({"spec": applied}).to_string()}},
+            });
+            pruned(&policy)
+        };
+        let stored = json!({"action": "ALLOW", "rules": [{}], "targetRefs": []});
+        let applied = json!({"action": "ALLOW", "mode": null, "targetRefs": [],
+            "rules": [{"source": [{"type": "Unauthenticated"}]}]});
+        let lost = [
+            "rules[].source",
+            "rules[].source[]",
+            "rules[].source[].type",
+        ];
+        let expected = lost.map(|path| format!("AuthorizationPolicy shop/web: spec.{path}"));
+        assert_eq!(check(applied, stored.clone()), expected);
+        assert_eq!(check(stored.clone(), stored.clone()), [""; 0]);
+        assert_eq!(check(Value::Null, stored), [""; 0]);
     }
 
     #[test]

@@ -28,7 +28,7 @@ pub struct Arguments {
     cluster: cluster::Arguments,
     /// Repeat the checks until there is no problem, at most for this time, such as 90s [default: 5m]
     #[arg(
-        long, value_name = "DURATION", num_args = 0..=1, require_equals = true,
+        long, value_name = "DURATION", num_args = 0..=1,
         default_missing_value = "5m", value_parser = parse_duration
     )]
     wait: Option<Duration>,
@@ -197,7 +197,8 @@ mod tests {
         assert_eq!(wait("check --wait").unwrap(), minutes(5));
         assert_eq!(wait("check --wait=2m").unwrap(), minutes(2));
         assert_eq!(wait("check").unwrap(), None);
-        assert!(wait("check --wait=2").is_err() && wait("check --wait 2m").is_err());
+        assert_eq!(wait("check --wait 2m").unwrap(), minutes(2));
+        assert!(wait("check --wait=2").is_err() && wait("check --wait 2").is_err());
     }
 
     #[test]
