@@ -49,6 +49,21 @@ pub struct Rates {
     pub p99_ms: f64,
 }
 
+/// Opaque connections in an interval.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Connections {
+    /// Those that are open at its end.
+    pub open: u64,
+    /// All that were open in it.
+    pub connections: u64,
+    /// The share of these over mutual TLS.
+    pub mutual_tls: f64,
+    /// From clients.
+    pub sent_bytes_per_second: f64,
+    /// To clients.
+    pub received_bytes_per_second: f64,
+}
+
 /// Whose requests a row has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum By {
@@ -72,6 +87,19 @@ pub struct Row {
     pub rates: Rates,
 }
 
+/// The opaque connections to a workload, or from and to those of an edge.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct TcpRow {
+    /// As of a [`Row`].
+    #[serde(flatten)]
+    pub names: BTreeMap<&'static str, String>,
+    /// Its connections.
+    #[serde(flatten)]
+    pub connections: Connections,
+}
+
+type Names = BTreeMap<&'static str, String>;
+
 /// The name of callers without an identity, and of destinations that are no Service.
 const UNNAMED: [&str; 2] = ["(no identity)", "(no Service)"];
 
@@ -80,31 +108,54 @@ impl Sample {
     /// requests of workloads to Services, and those to workloads by callers whose own proxies are not in
     /// the sample.
     pub fn rows(&self, by: By) -> Vec<Row> {
-        let explained = self.explained();
-        let mut sums = BTreeMap::<_, Sum>::new();
-        for pod in &self.pods {
-            for flow in pod.traffic.flows.iter().filter(|flow| flow.requests > 0) {
-                let explained_by = (&*flow.peer_namespace, &*pod.namespace);
-                let names = match (by, flow.inbound) {
-                    (By::Workload, true) => [("name", pod.name())].into(),
-                    (By::Route, false) if !flow.route.is_empty() => {
-                        [("name", flow.route.clone())].into()
-                    }
-                    (By::Edge, false) => [("from", pod.name()), ("to", peer(flow))].into(),
-                    (By::Edge, true) if !explained.contains(&explained_by) => {
-                        [("from", peer(flow)), ("to", pod.name())].into()
-                    }
-                    _ => continue,
-                };
-                let sum: &mut Sum = sums.entry(names).or_default();
-                sum.add(flow, pod.traffic.milliseconds);
-            }
+        let mut sums = BTreeMap::<Names, Sum>::new();
+        for (names, flow, milliseconds) in self.flows(by).filter(|(_, flow, _)| flow.requests > 0) {
+            sums.entry(names).or_default().add(flow, milliseconds);
         }
         let rows = sums.into_iter().map(|(names, sum)| Row {
             names,
             rates: sum.rates(),
         });
         rows.collect()
+    }
+
+    /// The opaque connections with the same names.
+    pub fn tcp_rows(&self, by: By) -> Vec<TcpRow> {
+        let mut sums = BTreeMap::<Names, TcpSum>::new();
+        for (names, flow, milliseconds) in
+            self.flows(by).filter(|(_, flow, _)| flow.connections > 0)
+        {
+            sums.entry(names).or_default().add(flow, milliseconds);
+        }
+        let rows = sums.into_iter().map(|(names, sum)| TcpRow {
+            names,
+            connections: sum.connections(),
+        });
+        rows.collect()
+    }
+
+    /// The flows of rows, with their names and the length of the interval in milliseconds.
+    fn flows(&self, by: By) -> impl Iterator<Item = (Names, &Flow, u64)> {
+        let explained = self.explained();
+        let flows = self.pods.iter().flat_map(|pod| {
+            let flows = pod.traffic.flows.iter();
+            flows.map(move |flow| (pod, flow))
+        });
+        flows.filter_map(move |(pod, flow)| {
+            let explained_by = (&*flow.peer_namespace, &*pod.namespace);
+            let names = match (by, flow.inbound) {
+                (By::Workload, true) => [("name", pod.name())].into(),
+                (By::Route, false) if !flow.route.is_empty() => {
+                    [("name", flow.route.clone())].into()
+                }
+                (By::Edge, false) => [("from", pod.name()), ("to", peer(flow))].into(),
+                (By::Edge, true) if !explained.contains(&explained_by) => {
+                    [("from", peer(flow)), ("to", pod.name())].into()
+                }
+                _ => return None,
+            };
+            Some((names, flow, pod.traffic.milliseconds))
+        })
     }
 
     /// The workloads of Services that have other names: `NAMESPACE/NAME` of both.
@@ -181,6 +232,37 @@ impl Sum {
     }
 }
 
+#[derive(Default)]
+struct TcpSum {
+    open: u64,
+    connections: u64,
+    mutual_tls: u64,
+    sent: f64,
+    received: f64,
+}
+
+impl TcpSum {
+    fn add(&mut self, flow: &Flow, milliseconds: u64) {
+        let per_second = |bytes: u64| bytes as f64 * 1e3 / milliseconds.max(1) as f64;
+        self.open = self.open.saturating_add(flow.open);
+        self.connections = self.connections.saturating_add(flow.connections);
+        self.mutual_tls = self.mutual_tls.saturating_add(flow.connections_mutual_tls);
+        self.sent += per_second(flow.bytes_sent);
+        self.received += per_second(flow.bytes_received);
+    }
+
+    fn connections(&self) -> Connections {
+        let share = self.mutual_tls as f64 / self.connections.max(1) as f64;
+        Connections {
+            open: self.open,
+            connections: self.connections,
+            mutual_tls: share.min(1.0),
+            sent_bytes_per_second: self.sent,
+            received_bytes_per_second: self.received,
+        }
+    }
+}
+
 #[cfg(test)]
 pub(crate) mod testing {
     use super::*;
@@ -250,6 +332,47 @@ mod tests {
             p99_ms: 0.495,
         };
         assert_eq!(rows[0].rates, rates);
+    }
+
+    #[test]
+    fn opaque_connections_have_rows_of_their_own() {
+        let redis = |inbound, peer: &str, connections| Flow {
+            requests: 0,
+            connections,
+            connections_mutual_tls: connections / 2,
+            open: 2,
+            bytes_sent: 3000,
+            bytes_received: 1000,
+            ..flow(inbound, peer, 0)
+        };
+        let web = pod("shop/web", vec![redis(false, "shop/redis", 4)]);
+        let callee = vec![redis(true, "shop/web-account", 4), redis(true, "", 2)];
+        let sample = sample(vec![web, pod("shop/redis", callee)]);
+        let connections = |by: By| {
+            let rows = sample.tcp_rows(by).into_iter();
+            rows.map(|row| (Vec::from_iter(row.names.into_values()), row.connections))
+                .collect::<Vec<_>>()
+        };
+        let expected = Connections {
+            open: 4,
+            connections: 6,
+            mutual_tls: 0.5,
+            sent_bytes_per_second: 3000.0,
+            received_bytes_per_second: 1000.0,
+        };
+        assert_eq!(
+            connections(By::Workload),
+            [(vec!["shop/redis".to_owned()], expected)]
+        );
+        let edges = connections(By::Edge)
+            .into_iter()
+            .map(|(names, _)| names.join(" "));
+        let expected = ["(no identity) shop/redis", "shop/web shop/redis"];
+        assert_eq!(edges.collect::<Vec<_>>(), expected);
+        assert_eq!(
+            (sample.rows(By::Edge), connections(By::Route)),
+            (vec![], vec![])
+        );
     }
 
     #[test]

@@ -26,15 +26,15 @@ impl Traffic {
         });
         Self {
             milliseconds: difference(self.milliseconds, earlier.milliseconds),
-            flows: flows.filter(|flow| flow.requests > 0).collect(),
+            flows: flows.filter(|flow| flow.count() > 0).collect(),
             incomplete: self.incomplete,
         }
     }
 
-    /// With as many of the flows as a report may have, those with most requests.
+    /// With as many of the flows as a report may have, those with most requests and connections.
     pub fn bounded(mut self) -> Self {
         let mut flows = std::mem::take(&mut self.flows);
-        flows.sort_by_key(|flow| Reverse(flow.requests));
+        flows.sort_by_key(|flow| Reverse(flow.count()));
         for flow in flows {
             self.flows.push(flow);
             // With `incomplete`, it is two bytes longer.
@@ -49,6 +49,11 @@ impl Traffic {
 }
 
 impl Flow {
+    /// The number of its requests and opaque connections.
+    pub fn count(&self) -> u64 {
+        self.requests.saturating_add(self.connections)
+    }
+
     /// What its requests have in common.
     pub fn key(&self) -> (bool, &str, &str, &str) {
         (self.inbound, &self.route, &self.peer_namespace, &self.peer)
@@ -64,9 +69,22 @@ impl Flow {
             failures: difference(self.failures, earlier.failures),
             mutual_tls: difference(self.mutual_tls, earlier.mutual_tls),
             durations: durations.collect(),
+            connections: was_open(self.connections, earlier.connections, earlier.open),
+            connections_mutual_tls: was_open(
+                self.connections_mutual_tls,
+                earlier.connections_mutual_tls,
+                earlier.open_mutual_tls,
+            ),
+            bytes_sent: difference(self.bytes_sent, earlier.bytes_sent),
+            bytes_received: difference(self.bytes_received, earlier.bytes_received),
             ..self.clone()
         }
     }
+}
+
+/// The connections that were open since an earlier total: all that were not closed then.
+fn was_open(later: u64, earlier: u64, open: u64) -> u64 {
+    difference(later, earlier.saturating_sub(open))
 }
 
 fn difference(later: u64, earlier: u64) -> u64 {
@@ -133,6 +151,34 @@ mod tests {
         // The proxy has restarted.
         let restarted = traffic(500, vec![flow("a", 3, &[3])]);
         assert_eq!(restarted.since(&later), restarted);
+    }
+
+    #[test]
+    fn difference_has_the_connections_that_were_open_in_the_interval() {
+        let total = |connections, open, bytes_sent| {
+            let flow = Flow {
+                connections,
+                connections_mutual_tls: connections,
+                open,
+                open_mutual_tls: open,
+                bytes_sent,
+                ..Flow::default()
+            };
+            traffic(1000, vec![flow])
+        };
+        // Five were closed before, two stay open, and three begin.
+        let report = total(10, 4, 900).since(&total(7, 2, 500));
+        let [flow] = &report.flows[..] else {
+            panic!("{report:?}")
+        };
+        assert_eq!((flow.connections, flow.connections_mutual_tls), (5, 5));
+        assert_eq!(
+            (flow.open, flow.open_mutual_tls, flow.bytes_sent),
+            (4, 4, 400)
+        );
+        // An idle connection stays in the reports, a closed one does not.
+        assert_eq!(total(1, 1, 9).since(&total(1, 1, 9)).flows.len(), 1);
+        assert_eq!(total(1, 0, 9).since(&total(1, 0, 9)).flows, []);
     }
 
     #[test]

@@ -4,9 +4,10 @@
 mod support;
 
 use std::rc::Rc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_proxy::inbound::edges::day;
+use diy_mesh_proxy::limits::lifetime::Lifetimes;
 use diy_mesh_proxy::upstream::balance::Backend;
 use diy_mesh_testkit::net::{closed_address, listen, read_all, read_until};
 use diy_mesh_testkit::wait::{on_worker, until};
@@ -61,6 +62,42 @@ fn connection_is_a_call_from_the_first_byte_of_its_client() {
         write(&mut client, "EHLO there\r\n").await;
         read_until(&mut app, "\r\n").await;
         until(|| calls() == ["127.0.0.0/24"]).await;
+    });
+}
+
+#[test]
+fn opaque_connections_and_their_bytes_are_traffic_while_they_are_open() {
+    on_worker(async {
+        let (server, address) = listen().await;
+        let mesh = Mesh::new();
+        let counts = || {
+            let traffic = mesh.metrics.requests.traffic(Instant::now());
+            let inbound = traffic.flows.into_iter().filter(|flow| flow.inbound);
+            let counts = inbound.map(|flow| {
+                let tls = (flow.connections_mutual_tls, flow.open_mutual_tls);
+                let bytes = [flow.bytes_sent, flow.bytes_received];
+                ((flow.connections, flow.open), tls, bytes)
+            });
+            counts.collect::<Vec<_>>()
+        };
+        let mut client = mesh.connect_inbound(address).await;
+        let mut app = server.accept().await.unwrap().0;
+        write(&mut app, "220\r\n").await;
+        read_until(&mut client, "\r\n").await;
+        write(&mut client, "EHLO there\r\n").await;
+        read_until(&mut app, "\r\n").await;
+        until(|| counts() == [((1, 1), (0, 0), [12, 5])]).await;
+        drop((client, app));
+        until(|| counts() == [((1, 0), (0, 0), [12, 5])]).await;
+        let hour = Duration::from_secs(3600);
+        let lifetimes = Lifetimes::new(None, fastrand::Rng::new());
+        let lifetime = lifetimes.sample(Instant::now(), hour, hour);
+        let mut peer = mesh.connect_peer(address, lifetime).await;
+        let mut app = server.accept().await.unwrap().0;
+        write(&mut peer, "*1\r\n$4\r\nPING\r\n").await;
+        read_until(&mut app, "PING\r\n").await;
+        let expected = [((1, 0), (0, 0), [12, 5]), ((1, 1), (1, 1), [14, 0])];
+        until(|| counts() == expected).await;
     });
 }
 

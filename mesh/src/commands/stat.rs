@@ -1,6 +1,8 @@
 //! `mesh stat`: rates, success, durations and mutual TLS of the requests between workloads, as their
 //! proxies saw them in the last seconds. Changes nothing.
 
+use std::collections::BTreeSet;
+
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use serde_json::{Map, Value, json};
@@ -8,7 +10,7 @@ use serde_json::{Map, Value, json};
 use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::{
     sample,
-    traffic::{By, Rates, Row, Sample},
+    traffic::{By, Rates, Row, Sample, TcpRow},
 };
 
 /// The arguments of `mesh stat`.
@@ -88,11 +90,9 @@ impl Filter {
 
     /// The requests to these workloads, those of routes by them, or the edges from and to them.
     pub(super) fn rows(&self, by: By, sample: &Sample) -> Vec<Row> {
-        let Some(name) = &self.name else {
+        let Some(names) = self.names(sample) else {
             return sample.rows(by);
         };
-        let mut names = sample.services().remove(name).unwrap_or_default();
-        names.insert(name.clone());
         let mut sample = sample.clone();
         if by == By::Route {
             sample.pods.retain(|pod| names.contains(&pod.name()));
@@ -100,6 +100,23 @@ impl Filter {
         let mut rows = sample.rows(by);
         rows.retain(|row| by == By::Route || row.names.values().any(|name| names.contains(name)));
         rows
+    }
+
+    /// The opaque connections of the same.
+    fn tcp_rows(&self, by: By, sample: &Sample) -> Vec<TcpRow> {
+        let mut rows = sample.tcp_rows(by);
+        if let Some(names) = self.names(sample) {
+            rows.retain(|row| row.names.values().any(|name| names.contains(name)));
+        }
+        rows
+    }
+
+    /// The workload or Service, and the workloads of the Service. None for all.
+    fn names(&self, sample: &Sample) -> Option<BTreeSet<String>> {
+        let name = self.name.as_ref()?;
+        let mut names = sample.services().remove(name).unwrap_or_default();
+        names.insert(name.clone());
+        Some(names)
     }
 }
 
@@ -122,7 +139,11 @@ impl Arguments {
 
     fn json(&self, of: &Filter, sample: &Sample) -> Value {
         let entry = |by: By| (by.key().to_owned(), json!(of.rows(by, sample)));
-        let mut all: Map<String, Value> = self.selected().map(entry).collect();
+        let tcp = |by: By| (format!("tcp_{}", by.key()), json!(of.tcp_rows(by, sample)));
+        let entries = self.selected().map(entry);
+        let mut all: Map<String, Value> = entries
+            .chain(self.selected().filter(|by| *by != By::Route).map(tcp))
+            .collect();
         all.insert("notes".to_owned(), json!(sample.notes));
         Value::Object(all)
     }
@@ -135,11 +156,17 @@ impl Arguments {
                 parts.push(table(by, &rows, colors));
             }
         }
+        for by in self.selected() {
+            let rows = of.tcp_rows(by, sample);
+            if !rows.is_empty() {
+                parts.push(tcp_table(by, &rows, colors));
+            }
+        }
         if parts.is_empty() {
             parts.push(match &of.name {
-                None => "no requests\n".to_owned(),
+                None => "no requests and no TCP connections\n".to_owned(),
                 Some(name) => format!(
-                    "no requests from or to {}; without a name, all are shown that have some\n",
+                    "no requests and no TCP connections from or to {}; without a name, all are shown that have some\n",
                     terminal::printable(name)
                 ),
             });
@@ -171,6 +198,33 @@ fn table(by: By, rows: &[Row], colors: Colors) -> String {
     colors.table(&std::iter::once(headings).chain(cells).collect::<Vec<_>>())
 }
 
+/// Opaque connections.
+fn tcp_table(by: By, rows: &[TcpRow], colors: Colors) -> String {
+    let headings = by.headings().iter().copied().chain(TCP);
+    let headings = headings.map(|text| TextStyle::Bold.cell(text)).collect();
+    let cells = rows.iter().map(|TcpRow { names, connections }| {
+        let names = names.values().map(|name| TextStyle::Bold.cell(name));
+        let counts = [connections.connections, connections.open];
+        let bytes = [
+            connections.sent_bytes_per_second,
+            connections.received_bytes_per_second,
+        ];
+        let values = counts.map(|count| count.to_string()).into_iter();
+        let values = values.chain(bytes.map(|bytes| format!("{:.1}", bytes / 1e3)));
+        let values = values.chain([percent(connections.mutual_tls)]);
+        names.chain(values.map(plain)).collect::<Vec<Cell>>()
+    });
+    colors.table(&std::iter::once(headings).chain(cells).collect::<Vec<_>>())
+}
+
+/// The headings of the values of opaque connections.
+const TCP: [&str; 5] = ["TCP", "OPEN", "SENT KB/S", "RECEIVED KB/S", "MTLS"];
+
+/// 100% means all.
+fn percent(share: f64) -> String {
+    format!("{:.2}%", (share * 1e4).floor() / 1e2)
+}
+
 /// The headings of the values.
 pub(super) const RATES: [&str; 6] = ["RPS", "SUCCESS", "P50", "P95", "P99", "MTLS"];
 
@@ -181,8 +235,6 @@ pub(super) fn texts(rates: &Rates) -> [String; 6] {
         ms if ms < 100.0 => format!("{ms:.1} ms"),
         ms => format!("{ms:.0} ms"),
     };
-    // 100% means all.
-    let percent = |share: f64| format!("{:.2}%", (share * 1e4).floor() / 1e2);
     [
         format!("{:.1}", rates.requests_per_second),
         percent(rates.success),
@@ -233,7 +285,7 @@ mod tests {
              2 of 9 proxies\\x1b\n"
         );
         let none = arguments("mesh").text(&Filter::default(), &Sample::default(), Colors::DISABLED);
-        assert_eq!(none, "no requests\n");
+        assert_eq!(none, "no requests and no TCP connections\n");
     }
 
     #[test]
@@ -260,12 +312,12 @@ mod tests {
         let of = filter("mesh shop/typo").await;
         let text = arguments("mesh").text(&of, &sample(), Colors::DISABLED);
         assert!(
-            text.starts_with("no requests from or to shop/typo; "),
+            text.starts_with("no requests and no TCP connections from or to shop/typo; "),
             "{text}"
         );
         let of = filter("mesh shop/\u{1b}[2J\u{202e}").await;
         let text = arguments("mesh").text(&of, &Sample::default(), Colors::DISABLED);
-        let expected = "no requests from or to shop/\\x1b[2J\\u{202e}; ";
+        let expected = "no requests and no TCP connections from or to shop/\\x1b[2J\\u{202e}; ";
         assert!(text.starts_with(expected), "{text:?}");
     }
 
@@ -313,7 +365,7 @@ mod tests {
         let line = "mesh shop/cart --by edge";
         let value = arguments(line).json(&filter(line).await, &sample());
         let keys: Vec<_> = value.as_object().expect("an object").keys().collect();
-        assert_eq!(keys, ["edges", "notes"]);
+        assert_eq!(keys, ["edges", "notes", "tcp_edges"]);
         let edge = &value["edges"][0];
         assert_eq!(
             (&edge["from"], &edge["to"]),

@@ -25,6 +25,7 @@ use crate::inbound::edges::NewEdge;
 use crate::labels::{self, ErrorType, OTHER_VALUE, Verdict};
 use crate::observe::dump::{self, ExchangeDump};
 use crate::observe::ended::{Attempt, Ended, fail_attempt, request_line};
+use crate::observe::metrics::OpenConnection;
 use crate::protocol::HttpVersion;
 use crate::route::{Answer, Plan};
 use crate::serve::call::CallHead;
@@ -384,6 +385,8 @@ pub struct ConnectionRecord {
     flow: Rc<Flow>,
     /// What is told of it so far.
     ended: Ended,
+    /// It is open.
+    open: Option<OpenConnection>,
     is_copied: bool,
 }
 
@@ -393,6 +396,7 @@ impl ConnectionRecord {
         Self {
             flow: flow.clone(),
             ended: begun(flow),
+            open: None,
             is_copied: false,
         }
     }
@@ -405,10 +409,19 @@ impl ConnectionRecord {
             began: self.ended.started,
         });
         self.ended.local = local;
+        self.open = Some(self.count_open());
+    }
+
+    /// The bytes that the client has sent and received so far.
+    pub fn copying(&mut self, bytes: [u64; 2]) {
+        if let Some(open) = &mut self.open {
+            open.copied(bytes);
+        }
     }
 
     /// The bytes that the client sent and received.
     pub fn copied(&mut self, sent: u64, received: u64) {
+        self.copying([sent, received]);
         self.ended.transfer = Transfer { sent, received };
         self.is_copied = true;
     }

@@ -39,12 +39,14 @@ use crate::observe::trace::SpanBudget;
 use crate::route::fault::FaultKind;
 pub use control::{DiscoveryMetrics, IdentityMetrics};
 pub use flows::UpstreamMetrics;
-pub use requests::{Counted, RequestLabels, Requests};
+pub use requests::{ConnectionLabels, Counted, OpenConnection, RequestLabels, Requests};
 
 /// The places of durations, each of which has a histogram; of requests; of faults and of rate limits,
 /// each. A test adds them to all other samples.
 const MAX_DURATION_SETS: usize = 32;
 const MAX_REQUEST_SETS: usize = 300;
+/// Sets of labels of opaque connections.
+const MAX_CONNECTION_SETS: usize = 100;
 const MAX_POLICY_SETS: usize = 40;
 
 /// All metrics of the process, shared by all threads.

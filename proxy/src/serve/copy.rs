@@ -46,14 +46,14 @@ pub enum End {
 /// propagated as a half-close and does not end the other direction. If there is a `detector`, it
 /// inspects the client's bytes until they determine the protocol. HTTP ends the copy, and so does
 /// `expiry` when it completes. A connection that has not received everything up to the sender's end
-/// is reset when it is dropped. `charge` gets the size of the buffers and the bytes from the client
-/// when the copy waits, and ends the copy if it returns false.
+/// is reset when it is dropped. `charge` gets the size of the buffers, and the bytes that the client
+/// has sent and received, when the copy waits, and ends the copy if it returns false.
 pub async fn bidirectional(
     client: &mut Io,
     upstream: &mut Io,
     detector: Option<RequestDetector>,
     expiry: &mut (impl Future<Output = ()> + Unpin),
-    charge: &mut impl FnMut(usize, u64) -> bool,
+    charge: &mut impl FnMut(usize, [u64; 2]) -> bool,
 ) -> Copied {
     let mut upload = Transfer {
         detector,
@@ -78,7 +78,7 @@ pub async fn bidirectional(
             _ => {
                 let pending = upload.pending.capacity() + download.pending.capacity();
                 let held = client.buffered() + upstream.buffered() + pending;
-                if !charge(held, upload.copied) {
+                if !charge(held, [upload.copied, download.copied]) {
                     return Poll::Ready(End::Overloaded);
                 }
                 Pin::new(&mut *expiry).poll(cx).map(|()| End::Expired)

@@ -85,7 +85,7 @@ pub async fn serve(
     flow.audit(None, None);
     let mut edge = flow.new_edge(None);
     // A connection without a byte of its client is no call: a port scan, or a check of a balancer.
-    let mut called = |sent: u64| {
+    let mut called = |[sent, _]: [u64; 2]| {
         if sent > 0
             && let Some(edge) = edge.take()
         {
@@ -93,12 +93,13 @@ pub async fn serve(
         }
     };
     let mut end = flow.copy_end(&client, &upstream, allowed.clone(), None);
-    let charge = &mut |bytes, sent| {
-        called(sent);
-        memory.hold(bytes).is_ok()
+    let charge = &mut |held, bytes| {
+        called(bytes);
+        record.copying(bytes);
+        memory.hold(held).is_ok()
     };
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end, charge).await;
-    called(copied.sent);
+    called([copied.sent, copied.received]);
     in_flight.closed(copied.received > 0, copied.upstream_ended_first);
     record.copied(copied.sent, copied.received);
     match copied.end {

@@ -95,6 +95,7 @@ fn flow(&(from, to, rate, percent, is_mutual, bucket): &Call, inbound: bool) -> 
         failures: rate * percent,
         mutual_tls: if is_mutual { requests } else { 0 },
         durations,
+        ..Flow::default()
     }
 }
 

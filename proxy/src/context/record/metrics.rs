@@ -4,11 +4,12 @@ use std::time::{Duration, Instant};
 
 use diy_mesh_model::exchange::Direction;
 
-use super::ExchangeRecord;
+use super::{ConnectionRecord, ExchangeRecord};
 use crate::context::flow::Flow;
 use crate::labels::{Peer, TlsKind};
 use crate::observe::ended::Attempt;
-use crate::observe::metrics::RequestLabels;
+use crate::observe::metrics::{ConnectionLabels, OpenConnection, RequestLabels};
+use crate::upstream::balance::Backend;
 
 impl ExchangeRecord {
     /// Counts the exchange, which took so long and has ended now.
@@ -32,12 +33,29 @@ impl ExchangeRecord {
 
     /// The verified caller, or the backend. Nothing that a request says.
     pub(super) fn peer(&self) -> Peer {
+        peer(&self.flow, self.backend.as_deref())
+    }
+}
+
+impl ConnectionRecord {
+    /// Counts the connection as open, until the returned value is dropped.
+    pub(super) fn count_open(&self) -> OpenConnection {
         let flow = &*self.flow;
-        let caller = || flow.caller.identity().map(Peer::caller);
-        match flow.direction {
-            Direction::Inbound => flow.counted.caller(|| caller().unwrap_or_default()),
-            Direction::Outbound => self.backend.as_ref().unwrap_or(&flow.destination).peer(),
-        }
+        let labels = ConnectionLabels {
+            direction: flow.direction,
+            peer: peer(flow, None),
+        };
+        let tls = tls(flow, self.ended.attempt.as_ref());
+        let requests = &flow.worker.metrics.requests;
+        requests.connect(&labels, tls, self.ended.started)
+    }
+}
+
+fn peer(flow: &Flow, backend: Option<&Backend>) -> Peer {
+    let caller = || flow.caller.identity().map(Peer::caller);
+    match flow.direction {
+        Direction::Inbound => flow.counted.caller(|| caller().unwrap_or_default()),
+        Direction::Outbound => backend.unwrap_or(&flow.destination).peer(),
     }
 }
 

@@ -1,5 +1,6 @@
 //! Requests by the OpenTelemetry semantic conventions: how many, and how long they took. Each
-//! connection keeps the sets of its latest request, so that an equal one takes no lock.
+//! connection keeps the sets of its latest request, so that an equal one takes no lock. Opaque
+//! connections by their peers, for reports of traffic.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
@@ -15,7 +16,7 @@ use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
 use super::series::{Labels, Series, Set};
-use super::{MAX_DURATION_SETS, MAX_REQUEST_SETS};
+use super::{MAX_CONNECTION_SETS, MAX_DURATION_SETS, MAX_REQUEST_SETS};
 use crate::labels::{ErrorType, OTHER, OTHER_VALUE, Peer, TlsKind};
 
 /// By [`DurationLabels::kind`].
@@ -61,6 +62,35 @@ pub struct Requests {
     start: Instant,
     counts: Series<RequestLabels, AtomicU64>,
     durations: Series<DurationLabels, Histogram>,
+    connections: Series<ConnectionLabels, Connections>,
+}
+
+/// The labels of an opaque connection.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ConnectionLabels {
+    /// The direction.
+    pub direction: Direction,
+    /// The caller or the Service.
+    pub peer: Peer,
+}
+
+/// Opaque connections with the same labels.
+#[derive(Debug, Default)]
+struct Connections {
+    /// All, and those that are open: without and with mutual TLS.
+    all: [AtomicU64; 2],
+    open: [AtomicU64; 2],
+    /// Bytes that clients sent, and that they received.
+    bytes: [AtomicU64; 2],
+}
+
+/// An open opaque connection, until it is dropped.
+#[derive(Debug)]
+pub struct OpenConnection {
+    set: Arc<Set<Connections>>,
+    is_mutual: bool,
+    /// The bytes that are counted.
+    bytes: [u64; 2],
 }
 
 /// What a connection keeps for its requests.
@@ -97,6 +127,22 @@ impl Requests {
             start,
             counts: Series::new(MAX_REQUEST_SETS, start),
             durations: Series::new(MAX_DURATION_SETS, start),
+            connections: Series::new(MAX_CONNECTION_SETS, start),
+        }
+    }
+
+    /// Counts an opaque connection that began now.
+    pub fn connect(&self, labels: &ConnectionLabels, tls: TlsKind, now: Instant) -> OpenConnection {
+        let set = self.connections.get(labels, now);
+        let is_mutual = tls == TlsKind::Mutual;
+        let counts = self.connections.used(&set, now);
+        for counts in [&counts.all, &counts.open] {
+            counts[usize::from(is_mutual)].fetch_add(1, Relaxed);
+        }
+        OpenConnection {
+            set,
+            is_mutual,
+            bytes: [0, 0],
         }
     }
 
@@ -131,6 +177,10 @@ impl Requests {
             if let Some(flow) = flows.get_mut(&key) {
                 set.value().add_to(&mut flow.durations);
             }
+        }
+        for (labels, set) in self.connections.all() {
+            let key = (labels.direction as usize, None, labels.peer);
+            set.value().add_to(flows.entry(key).or_default());
         }
         let since = now.saturating_duration_since(self.start).as_millis();
         Traffic {
@@ -286,6 +336,51 @@ impl Labels for DurationLabels {
             route: Some(OTHER.into()),
             peer: Peer::other(),
         }
+    }
+}
+
+impl Labels for ConnectionLabels {
+    fn namespace(&self) -> &str {
+        &self.peer.namespace
+    }
+
+    fn other(&self) -> Self {
+        Self {
+            direction: self.direction,
+            peer: Peer::other(),
+        }
+    }
+}
+
+impl Connections {
+    fn add_to(&self, flow: &mut Flow) {
+        let read = |counts: &[AtomicU64; 2]| counts.each_ref().map(|count| count.load(Relaxed));
+        // What is closed in the meantime stays open, and is no wrong number.
+        let (open, all, bytes) = (read(&self.open), read(&self.all), read(&self.bytes));
+        flow.connections += all[0] + all[1];
+        flow.connections_mutual_tls += all[1];
+        flow.open += open[0] + open[1];
+        flow.open_mutual_tls += open[1];
+        flow.bytes_sent += bytes[0];
+        flow.bytes_received += bytes[1];
+    }
+}
+
+impl OpenConnection {
+    /// The client has sent and received so many bytes.
+    pub fn copied(&mut self, bytes: [u64; 2]) {
+        let counted = std::mem::replace(&mut self.bytes, bytes);
+        let counts = &self.set.value().bytes;
+        for ((count, now), before) in counts.iter().zip(bytes).zip(counted) {
+            count.fetch_add(now.saturating_sub(before), Relaxed);
+        }
+    }
+}
+
+impl Drop for OpenConnection {
+    fn drop(&mut self) {
+        let open = &self.set.value().open;
+        open[usize::from(self.is_mutual)].fetch_sub(1, Relaxed);
     }
 }
 

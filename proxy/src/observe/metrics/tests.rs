@@ -327,6 +327,7 @@ fn traffic_has_the_totals_by_direction_route_and_peer() {
         failures: 1,
         mutual_tls: 2,
         durations: [vec![0, 0, 0, 3], vec![0; 11]].concat(),
+        ..diy_mesh_proto::traffic::Flow::default()
     };
     assert_eq!(*outbound, expected);
 }
