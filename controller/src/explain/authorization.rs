@@ -9,18 +9,28 @@ use crate::index::Index;
 use crate::index::limits::target_ports;
 use crate::index::object::{Key, Pod, Resource, Transport};
 use crate::index::state::{Target, TargetKind};
+use crate::index::workload::workload;
 
-/// The pods that a name is about: those with a proxy that the Service selects, or else the pod.
-/// `None`: there is neither.
+/// The pods that a name is about: those with a proxy that the Service selects, else the pod, else
+/// those with a proxy of the workload. None if there is nothing of this name.
 pub fn pods(index: &Index, target: &Key) -> Option<BTreeSet<Key>> {
-    let Some(service) = index.service_object(target) else {
-        return index.pod(target).map(|pod| [pod.key.clone()].into());
-    };
     let first = Key::new(&target.namespace, "");
-    let pods = index.meshed_pods_after(&first);
-    let pods = pods.take_while(|pod| pod.key.namespace == target.namespace);
-    let selected = pods.filter(|pod| service.selects(pod));
-    Some(selected.map(|pod| pod.key.clone()).collect())
+    let meshed = index.meshed_pods_after(&first);
+    let meshed = meshed.take_while(|pod| pod.key.namespace == target.namespace);
+    if let Some(service) = index.service_object(target) {
+        let selected = meshed.filter(|pod| service.selects(pod));
+        return Some(selected.map(|pod| pod.key.clone()).collect());
+    }
+    if let Some(pod) = index.pod(target) {
+        return Some([pod.key.clone()].into());
+    }
+    let is_of_workload = |pod: &&Pod| {
+        let label = |name: &str| pod.labels.get(name).map(String::as_str);
+        *workload(&pod.key.name, label) == *target.name
+    };
+    let pods = meshed.filter(is_of_workload);
+    let pods: BTreeSet<Key> = pods.map(|pod| pod.key.clone()).collect();
+    Some(pods).filter(|pods| !pods.is_empty())
 }
 
 /// A pod of the target. `None`: it does not exist any more.
@@ -118,6 +128,26 @@ mod tests {
         assert_eq!(row.identity, "spiffe://cluster.local/ns/shop/sa/web");
         let policies = row.workload.unwrap().authorization.unwrap().policies;
         assert_eq!(policies[0].name, "AuthorizationPolicy shop/nobody");
+    }
+
+    #[test]
+    fn workload_is_about_its_pods_with_a_proxy() {
+        let mut objects = objects();
+        for (at, name) in ["batch-7f9-x2x4z", "batch-7f9-k8k4z"]
+            .into_iter()
+            .enumerate()
+        {
+            objects[at]["metadata"]["name"] = name.into();
+            objects[at]["metadata"]["labels"] = json!({"app": "batch", "pod-template-hash": "7f9"});
+        }
+        let (index, _) = super::super::index(&objects, "", TRUST_DOMAIN);
+        let batch = Key::new("shop", "batch");
+        let names = pods(&index, &batch).unwrap();
+        let names: Vec<String> = names.iter().map(Key::to_string).collect();
+        assert_eq!(names, ["shop/batch-7f9-k8k4z", "shop/batch-7f9-x2x4z"]);
+        assert_eq!(pods(&index, &Key::new("shop", "bat")), None);
+        let row = pod(&index, &batch, 0, &Key::new("shop", "batch-7f9-x2x4z"));
+        assert_eq!(row.unwrap().ports, [8080]);
     }
 
     #[test]

@@ -241,7 +241,8 @@ impl ServiceMeshService for Mesh {
         let target = named_key("target", &request.target, &viewer.namespaces)?;
         let hub = &self.context.hub;
         let pods = hub.read(|index| authorization::pods(index, &target));
-        let missing = || Status::not_found(format!("there is no Service or pod {target}"));
+        let missing =
+            || Status::not_found(format!("there is no Service, pod or workload {target}"));
         let after = Key::new(&target.namespace, &request.page_token);
         let pods = pods.ok_or_else(missing)?;
         let make = |key: &&Key| {

@@ -39,10 +39,10 @@ pub struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
     /// Client: [NAMESPACE/]SERVICE-ACCOUNT, a SPIFFE ID, or unauthenticated; of a call to outside of
-    /// the cluster, [NAMESPACE/]NAME of a Service or a pod
+    /// the cluster, [NAMESPACE/]NAME of a Service, a pod or a workload
     #[arg(required = true)]
     from: Option<String>,
-    /// Service or pod: [NAMESPACE/]NAME[:PORT]; without PORT, all TCP ports of the Service, or all that
+    /// Service, pod or workload: [NAMESPACE/]NAME[:PORT]; without PORT, all TCP ports of the Service, or all that
     /// the pod declares. With a dot or a colon in the name: HOST:PORT or ADDRESS:PORT outside of the
     /// cluster
     #[arg(required = true)]
@@ -137,7 +137,12 @@ impl Source {
         }
         let index = files::index(&self.filename, &self.controller.cluster.mesh_namespace)?;
         let pods = authorization::pods(&index, target);
-        pods.with_context(|| format!("the files contain no Service or pod {}", target.key))
+        pods.with_context(|| {
+            format!(
+                "the files contain no Service, pod or workload {}",
+                target.key
+            )
+        })
     }
 }
 
@@ -204,7 +209,7 @@ fn caller(arguments: &Arguments, from: &Caller) -> Result<Target> {
             port: 0,
         }),
         _ => bail!(
-            "{from}: expected NAMESPACE/NAME of a Service or a pod that calls outside of the cluster"
+            "{from}: expected NAMESPACE/NAME of a Service, pod or workload that calls outside of the cluster"
         ),
     }
 }
