@@ -1,3 +1,5 @@
+//! The resources of proxies beside those of pods.
+
 use super::*;
 use crate::settings::SETTINGS;
 use clap::{Args, Command, FromArgMatches};

@@ -1,12 +1,7 @@
 //! `mesh rotate-root`: requests a root rotation, or its abandonment, and shows the progress. The
 //! controller performs the rotation, so this command can be interrupted and restarted at any time.
 
-use std::{
-    io::{self, Write},
-    path::PathBuf,
-    process::ExitCode,
-    time::Duration,
-};
+use std::{io, path::PathBuf, process::ExitCode, time::Duration};
 
 use anyhow::{Result, bail};
 use clap::Args;
@@ -255,7 +250,7 @@ fn without_seconds(text: &str) -> String {
 /// Prints to standard error. Ignores errors.
 fn print(style: TextStyle, text: &str) {
     let text = Colors::of(&io::stderr()).paint(style, text);
-    let _ = writeln!(io::stderr().lock(), "{text}");
+    terminal::note(&text);
 }
 
 #[cfg(test)]
