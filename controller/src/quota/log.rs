@@ -15,7 +15,10 @@ const MAX_LINES: usize = 4096;
 
 /// The latest lines. Clones share them.
 #[derive(Clone, Debug, Default)]
-pub struct Lines(Arc<Mutex<HashMap<(Arc<str>, &'static str), Line>>>);
+pub struct Lines(Arc<Mutex<HashMap<Key, Line>>>);
+
+/// A caller and a subject.
+type Key = (Arc<str>, &'static str);
 
 #[derive(Debug)]
 struct Line {
