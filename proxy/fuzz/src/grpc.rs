@@ -1,10 +1,11 @@
 //! Responses to gRPC calls: the status in gRPC-Web bodies, and the answers of authorization servers.
 
 use bytes::Bytes;
+use diy_mesh_proxy::http::answer::Answer;
 use diy_mesh_proxy::http::grpc;
 use diy_mesh_proxy::http::grpc_status::GrpcCall;
 use diy_mesh_proxy::http::view::RequestView;
-use http::{Request, Response, Version};
+use http::{HeaderName, HeaderValue, Request, Response, StatusCode, Version};
 
 /// The first byte selects the form of the body and the length of its pieces, the rest is the body.
 pub fn grpc(bytes: &[u8]) {
@@ -44,10 +45,15 @@ fn status(kind: &str, body: &[u8], piece: usize) -> &'static str {
 
 /// An answer is one message, which is written as it was read.
 fn answer(body: &[u8]) {
-    let response = Response::builder().header("grpc-status", "0");
-    let response = response
-        .body(Bytes::copy_from_slice(body))
-        .expect("a response");
+    let status = HeaderValue::from_static("0");
+    let response = Answer {
+        status: StatusCode::OK,
+        fields: Ok([(HeaderName::from_static("grpc-status"), status)]
+            .into_iter()
+            .collect()),
+        body: Bytes::copy_from_slice(body),
+        missing: None,
+    };
     if let Ok(message) = grpc::message(&response) {
         let length = u32::try_from(message.len()).expect("short").to_be_bytes();
         assert_eq!(body, [&[0][..], &length, message].concat());

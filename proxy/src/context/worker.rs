@@ -403,7 +403,7 @@ impl Drop for Open {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use diy_mesh_testkit::wait::until;
+    use diy_mesh_testkit::wait::{soon, until};
 
     impl Worker {
         /// A slot of the application.
@@ -487,8 +487,6 @@ mod tests {
             until(|| !worker.policy().strict).await;
             drop(open);
         };
-        let both = async { tokio::join!(worker.maintain_until_drained(), change) };
-        let ended = tokio::time::timeout(Duration::from_secs(20), both).await;
-        assert!(ended.is_ok(), "the policy is unchanged");
+        soon(async { tokio::join!(worker.maintain_until_drained(), change) }).await;
     }
 }
