@@ -274,10 +274,11 @@ impl RequestCondition {
                 Verdict::of(Condition::Headers, headers)
             })
             .and(|| {
-                let claims = match facts.is_before_token && !self.claims.is_empty() {
+                let claims = if facts.is_before_token && !self.claims.is_empty() {
                     // The token decides.
-                    true => (!self.denies).into(),
-                    false => claims::judge(&self.claims, facts.call.token, policy),
+                    (!self.denies).into()
+                } else {
+                    claims::judge(&self.claims, facts.call.token, policy)
                 };
                 Verdict::of(Condition::Claims, claims)
             })
