@@ -368,6 +368,11 @@ impl<K: Clone + Eq + Hash> Slot<K> {
         is_left
     }
 
+    /// The bytes that all connections may hold together.
+    pub fn max_bytes(&self) -> usize {
+        self.admission.max_bytes()
+    }
+
     /// Whether three quarters of the bytes are in use.
     pub fn is_under_pressure(&self) -> bool {
         self.admission.is_under_pressure.load(Relaxed)

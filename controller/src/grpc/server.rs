@@ -27,8 +27,9 @@ use crate::serving::Peer;
 const MAX_HEADER_LIST_BYTES: u32 = 32 * 1024;
 /// A proxy has two or three open streams.
 const MAX_CONCURRENT_STREAMS: u32 = 16;
-/// Bytes that a client may send before they are read, on a connection and on a stream.
-const CONNECTION_WINDOW: u32 = 256 * 1024;
+/// Bytes that a client may send before they are read, on a connection and on a stream. `h2` ends a
+/// connection on which small DATA frames wait whose number the first one bounds: 2,000 of them.
+const CONNECTION_WINDOW: u32 = 1024 * 1024;
 const STREAM_WINDOW: u32 = 64 * 1024;
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -44,7 +44,9 @@ const SIGN_TIMEOUT: Duration = Duration::from_secs(30);
 const PING_INTERVAL: Duration = Duration::from_secs(5);
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 /// HTTP/2 flow-control windows in bytes. Responses are small.
-const WINDOW_SIZE: u32 = 64 * 1024;
+const STREAM_WINDOW: u32 = 64 * 1024;
+/// `h2` ends a connection on which small DATA frames wait whose number its window bounds: 2,000 of them.
+const CONNECTION_WINDOW: u32 = 1024 * 1024;
 /// Maximum size of a message: a snapshot of about 100,000 endpoints.
 const MAX_MESSAGE_SIZE: usize = 16 * 1024 * 1024;
 /// Requests that tonic buffers while it connects. Streams are opened one at a time.
@@ -165,8 +167,8 @@ impl Control {
             .http2_keep_alive_interval(PING_INTERVAL)
             .keep_alive_timeout(PING_TIMEOUT)
             .keep_alive_while_idle(true)
-            .initial_stream_window_size(WINDOW_SIZE)
-            .initial_connection_window_size(WINDOW_SIZE)
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
             .buffer_size(CHANNEL_BUFFER);
         Self {
             address,

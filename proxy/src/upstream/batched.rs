@@ -1,7 +1,7 @@
 //! Write batching for HTTP/2 connections: the frames that all streams produce in one poll of the
 //! connection's task are written with one system call. `h2` flushes after each larger frame.
 //! [`Batched`] ignores these flushes, and [`Batched::drive`] writes at the end of each poll. This
-//! module does not parse frames.
+//! module does not parse frames. It passes what it reads through [`Frames`].
 //!
 //! It also bounds and charges what waits for a peer that does not read, whatever flow-control windows
 //! the peer grants: bodies that `h2` queues ([`Queued`]), streams that ended, the write buffer, and
@@ -15,10 +15,11 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
-use bytes::{Buf, Bytes};
+use bytes::{Buf, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::timeout;
 
+use super::frames::{Frames, PREFACE_LENGTH};
 use crate::error::Failure;
 use crate::limits::memory::{Charge, max_read};
 use crate::secure::io::Io;
@@ -38,6 +39,9 @@ const QUEUE_STEP: usize = 4 * 1024;
 const MAX_UNUSED_CAPACITY: usize = 16 * 1024;
 /// The maximum capacity of a buffer that is kept for reuse.
 const MAX_SPARE_CAPACITY: usize = 2 * MAX_BUFFERED;
+/// The maximum number of bytes that are read in one poll of the connection's task: then the tasks of
+/// the streams take what `h2` has queued for them.
+const MAX_READ_PER_POLL: usize = 256 * 1024;
 /// How long [`Batched::linger`] reads.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 /// How many bytes [`Batched::linger`] reads.
@@ -76,6 +80,11 @@ struct Inner {
     /// The number of bytes of `buffer` that were written.
     written: usize,
     bytes_read: u64,
+    /// The number of bytes that may still be read in this poll.
+    left_to_read: usize,
+    frames: Frames,
+    /// The number of bytes of [`Io::unread`] that are complete frames.
+    complete: usize,
     /// Charged for the connection, and for what waits for its peer.
     memory: Charge,
     /// What was charged at first.
@@ -90,13 +99,25 @@ struct Inner {
 const STREAM_STATE: usize = 512;
 
 impl Batched {
-    /// A handle to a connection, for which `memory` has been charged already.
-    pub fn new(io: Io, memory: Charge) -> Self {
+    /// A handle to a connection to a server, for which `memory` has been charged already.
+    pub fn to_server(io: Io, memory: Charge) -> Self {
+        Self::new(io, memory, Frames::after(0))
+    }
+
+    /// A handle to the connection of a client, which begins with a preface.
+    pub fn of_client(io: Io, memory: Charge) -> Self {
+        Self::new(io, memory, Frames::after(PREFACE_LENGTH))
+    }
+
+    fn new(mut io: Io, memory: Charge, mut frames: Frames) -> Self {
         let inner = Inner {
+            bytes_read: 0,
+            complete: frames.filter(io.unread()),
             io,
             buffer: Vec::new(),
             written: 0,
-            bytes_read: 0,
+            left_to_read: MAX_READ_PER_POLL,
+            frames,
             cost: memory.amount(),
             streams: 0,
             memory,
@@ -109,6 +130,10 @@ impl Batched {
     /// waits for the peer. If that fails, `step` has to end, as [`Batched::overload`] tells: at once,
     /// because it holds until then what it may not.
     pub async fn drive<T>(&self, mut step: impl FnMut(&mut Context<'_>) -> Poll<T>) -> T {
+        let mut step = |cx: &mut Context<'_>| {
+            self.0.borrow_mut().left_to_read = MAX_READ_PER_POLL;
+            step(cx)
+        };
         poll_fn(|cx| match (step(cx), self.charge(cx)) {
             (Poll::Pending, Err(failure)) => {
                 self.0.borrow_mut().overload = Some(failure);
@@ -207,7 +232,7 @@ impl Batched {
         self.0.borrow().io.acceptance()
     }
 
-    /// The number of bytes read so far.
+    /// The number of bytes that `h2` has read so far.
     pub fn bytes_read(&self) -> u64 {
         self.0.borrow().bytes_read
     }
@@ -287,9 +312,29 @@ impl AsyncRead for Batched {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let inner = &mut *self.0.borrow_mut();
-        let before = buf.filled().len();
-        ready!(Pin::new(&mut inner.io).poll_read(cx, buf))?;
-        inner.bytes_read += (buf.filled().len() - before) as u64;
+        while inner.complete == 0 {
+            if inner.left_to_read == 0 {
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            let read = ready!(inner.io.poll_fill(cx))?;
+            if read == 0 {
+                // A frame may be incomplete.
+                inner.complete = inner.io.unread().len();
+                break;
+            }
+            inner.left_to_read = inner.left_to_read.saturating_sub(read);
+            inner.complete = inner.frames.filter(inner.io.unread());
+        }
+        let unread = inner.io.unread();
+        let length = inner.complete.min(buf.remaining());
+        buf.put_slice(&unread[..length]);
+        unread.advance(length);
+        inner.complete -= length;
+        inner.bytes_read += length as u64;
+        if unread.is_empty() {
+            *unread = BytesMut::new();
+        }
         Poll::Ready(Ok(()))
     }
 }
@@ -322,7 +367,12 @@ impl AsyncWrite for Batched {
         true
     }
 
+    /// `h2` flushes when it has written all of its frames: others may follow.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let inner = &mut *self.0.borrow_mut();
+        if inner.buffer.len() < MAX_BUFFERED {
+            inner.frames.return_windows(&mut inner.buffer);
+        }
         Poll::Ready(Ok(()))
     }
 
@@ -349,7 +399,7 @@ mod tests {
         admission.resize(2, 1024 * 1024);
         let slot = |holder: Holder| Rc::new(admission.admit(&holder.path()).expect("a slot"));
         let charge = Charge::new(slot(Holder::Plaintext(address.ip())));
-        let io = Batched::new(Io::new(stream), charge);
+        let io = Batched::to_server(Io::new(stream), charge);
         let has_room = |length| {
             let task = Context::from_waker(Waker::noop());
             io.poll_room(&task, length).is_ready()

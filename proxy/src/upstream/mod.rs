@@ -3,3 +3,4 @@
 pub mod balance;
 pub(crate) mod batched;
 pub mod connect;
+mod frames;

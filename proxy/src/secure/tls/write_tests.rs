@@ -174,7 +174,7 @@ fn streamed_http2_bodies_arrive_whole_while_both_sides_pause() {
             }
         })
         .await;
-        let io = Batched::new(connect(app, Alpn::Http2).await, memory());
+        let io = Batched::to_server(connect(app, Alpn::Http2).await, memory());
         let handshake = h2::client::handshake(io.clone()).await;
         let (mut sender, connection) = handshake.unwrap();
         spawn_local(async move {

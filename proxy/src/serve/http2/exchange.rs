@@ -240,7 +240,10 @@ impl Exchange {
                     let mut pause = pin!(pause(backoff));
                     let is_reset = poll_fn(|cx| match pause.as_mut().poll(cx) {
                         Poll::Ready(()) => Poll::Ready(false),
-                        Poll::Pending => self.respond.poll_reset(cx).map(|_| true),
+                        Poll::Pending => {
+                            self.upload.read_ahead(cx, &mut self.record);
+                            self.respond.poll_reset(cx).map(|_| true)
+                        }
                     });
                     if is_reset.await {
                         return Ok(Outcome::Cancelled);
@@ -411,7 +414,10 @@ impl Exchange {
         });
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Some(leased)),
-            Poll::Pending => self.respond.poll_reset(cx).map(|_| None),
+            Poll::Pending => {
+                self.upload.read_ahead(cx, &mut self.record);
+                self.respond.poll_reset(cx).map(|_| None)
+            }
         })
         .await
     }
@@ -469,6 +475,8 @@ impl Exchange {
         if self.upload.is_done() {
             if self.upload.is_complete() {
                 self.record.send_mirror();
+            } else {
+                self.upload.drop_rest(cx);
             }
             return Ok(());
         }
@@ -476,6 +484,9 @@ impl Exchange {
             to_upstream, lease, ..
         } = upstream;
         match (self.upload).poll(cx, to_upstream, lease.io(), &mut self.record) {
+            Poll::Pending if self.upload.is_blocked() => {
+                self.upload.read_ahead(cx, &mut self.record);
+            }
             Poll::Pending => {}
             Poll::Ready(Ok(())) => self.record.send_mirror(),
             Poll::Ready(Err(RelayError::ReceiverClosed)) => self.upload.stop(),
@@ -576,14 +587,12 @@ impl Exchange {
                 }
                 // If the client has closed its stream, this returns the error code.
                 Poll::Ready(Err(RelayError::ReceiverClosed)) | Poll::Pending => {
-                    if download.is_blocked() {
-                        upstream.lease.record_blocked();
-                    }
-                    // Inbound, the window of the connection is charged.
-                    let held = match self.client.flow.direction {
-                        Direction::Inbound => 0,
-                        Direction::Outbound => download.read_ahead(cx, &mut self.record),
+                    let held = if download.is_blocked() {
+                        download.read_ahead(cx, &mut self.record)
+                    } else {
+                        0
                     };
+                    upstream.lease.record_held(held);
                     let held = held + self.upload.kept();
                     if self.memory.hold(self.cost + held).is_err() {
                         return Poll::Ready(Err(Ended::Overloaded));

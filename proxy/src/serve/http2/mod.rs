@@ -36,8 +36,8 @@ use crate::secure::io::Io;
 use crate::upstream::batched::{Batched, Queued};
 use crate::upstream::connect;
 use crate::upstream::connect::http2::{
-    CONNECTION_COST, CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER,
-    MIN_CONNECTION_WINDOW, STREAM_WINDOW,
+    CONNECTION_COST, CONNECTION_WINDOW, DATA_FRAME_BUDGET, MAX_HEADER_LIST, MAX_LOCAL_RESETS,
+    MAX_SEND_BUFFER, MIN_CONNECTION_WINDOW, STREAM_WINDOW,
 };
 
 /// The maximum number of concurrent streams of a client connection, and of its requests that the
@@ -72,7 +72,7 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         ConnectionRecord::new(&flow).fail(&failure);
         return io.reset_on_drop();
     }
-    let io = Batched::new(io, memory);
+    let io = Batched::of_client(io, memory);
     let mut settings = settings();
     let supports_extended_connect = flow.destination.supports_extended_connect.get();
     if supports_extended_connect {
@@ -125,6 +125,7 @@ fn settings() -> Builder {
         .initial_window_size(STREAM_WINDOW)
         .initial_connection_window_size(MIN_CONNECTION_WINDOW)
         .max_send_buffer_size(MAX_SEND_BUFFER)
+        .data_frame_budget(DATA_FRAME_BUDGET)
         .max_concurrent_reset_streams(MAX_LOCAL_RESETS)
         .max_pending_accept_reset_streams(MAX_PENDING_RESETS)
         .max_local_error_reset_streams(Some(MAX_ERROR_RESETS));
@@ -189,7 +190,7 @@ impl ClientConnection {
             match self.connection.poll_accept(cx) {
                 Poll::Ready(Some(Ok((request, respond)))) => {
                     self.shared.record_progress();
-                    let stream = Stream::open(&self.shared);
+                    let stream = Stream::open(&self.shared, !request.body().is_end_stream());
                     if let Err(failure) = exchange::start(request, respond, stream) {
                         return Poll::Ready(End::Overloaded(failure));
                     }
@@ -230,9 +231,10 @@ impl ClientConnection {
         Poll::Pending
     }
 
-    /// Increases the flow-control window with the number of streams while there is memory for it.
+    /// Increases the flow-control window with the number of streams that have a body while there is memory
+    /// for it.
     fn resize_window(&mut self) {
-        let streams = self.shared.open.get();
+        let streams = self.shared.with_body.get();
         if streams == 0 && self.window.amount() > 0 && is_under_pressure() {
             drop(std::mem::replace(
                 &mut self.window,
@@ -293,6 +295,8 @@ struct Shared {
     io: Batched,
     /// The number of open streams.
     open: Cell<u32>,
+    /// The number of those whose requests have a body.
+    with_body: Cell<u32>,
     /// A stream was opened.
     has_served: Cell<bool>,
     /// A stream was opened or polled since the last check for floods.
@@ -307,6 +311,7 @@ impl Shared {
             flow,
             io,
             open: Cell::new(0),
+            with_body: Cell::new(0),
             has_served: Cell::new(false),
             progress: Cell::new(false),
             resets: Resets::default(),
@@ -316,6 +321,14 @@ impl Shared {
 
     fn record_progress(&self) {
         self.progress.set(true);
+    }
+
+    fn count_stream(&self, has_body: bool, change: i32) {
+        let add = |count: &Cell<u32>| count.set(count.get().saturating_add_signed(change));
+        add(&self.open);
+        if has_body {
+            add(&self.with_body);
+        }
     }
 
     /// A place for a request. Waits while all are taken, or the client has reset too many streams.
@@ -448,13 +461,19 @@ impl Resets {
 }
 
 /// An open stream. The connection counts it until it is dropped.
-struct Stream(Rc<Shared>);
+struct Stream {
+    shared: Rc<Shared>,
+    has_body: bool,
+}
 
 impl Stream {
-    fn open(shared: &Rc<Shared>) -> Self {
-        shared.open.set(shared.open.get() + 1);
+    fn open(shared: &Rc<Shared>, has_body: bool) -> Self {
+        shared.count_stream(has_body, 1);
         shared.has_served.set(true);
-        Self(shared.clone())
+        Self {
+            shared: shared.clone(),
+            has_body,
+        }
     }
 }
 
@@ -462,13 +481,13 @@ impl std::ops::Deref for Stream {
     type Target = Shared;
 
     fn deref(&self) -> &Shared {
-        &self.0
+        &self.shared
     }
 }
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        self.0.open.set(self.0.open.get() - 1);
+        self.shared.count_stream(self.has_body, -1);
     }
 }
 

@@ -97,8 +97,8 @@ impl Relay {
     /// The size of the bytes that the relay holds and the sender may replace: those that are kept for
     /// another attempt, and those of [`Relay::poll_start`].
     pub fn kept(&self) -> usize {
-        let pending = self.pending.len().saturating_sub(self.unreleased);
-        self.replay.buffered() + self.ahead.len() + pending
+        let waiting = self.ahead.length + self.pending.len();
+        self.replay.buffered() + waiting.saturating_sub(self.unreleased)
     }
 
     /// Reads until the body ends or is longer than `max` bytes, while there is no receiver. Returns what
@@ -111,7 +111,7 @@ impl Relay {
     ) -> Poll<Result<Bytes, h2::Error>> {
         // At the end of the body, trailers may follow.
         while !self.ended
-            && self.ahead.len() <= max
+            && self.ahead.length <= max
             && let Some(data) = ready!(self.from.poll_data(cx)).transpose()?
         {
             self.take(&data, record);
@@ -120,15 +120,15 @@ impl Relay {
             let released = std::mem::take(&mut self.unreleased);
             let _ = self.from.flow_control().release_capacity(released);
         }
-        Poll::Ready(Ok(self.ahead.0.make_contiguous().concat().into()))
+        Poll::Ready(Ok(self.ahead.pieces.make_contiguous().concat().into()))
     }
 
-    /// Takes what arrives while bytes wait for the receiver, because `h2` does not tell how much it
-    /// holds. Returns the number of bytes that wait, which the stream's flow-control window bounds.
+    /// Takes what arrives while there is no receiver, or while bytes wait for it: `h2` tells neither how
+    /// much it holds nor in how many frames, and ends the connection if these are too many. Returns the
+    /// number of bytes that wait, which the stream's flow-control window bounds.
     pub fn read_ahead(&mut self, cx: &mut Context<'_>, record: &mut ExchangeRecord) -> usize {
         // The end and an error are returned again.
-        while self.is_blocked()
-            && !self.ended
+        while !self.ended
             && let Poll::Ready(Some(Ok(data))) = self.from.poll_data(cx)
         {
             self.take(&data, record);
@@ -145,6 +145,15 @@ impl Relay {
     /// Ends the relay early: the receiver accepts no more bytes.
     pub fn stop(&mut self) {
         self.stopped = true;
+    }
+
+    /// Drops what arrives after [`Relay::stop`]. The sender does not get back its flow-control capacity.
+    pub fn drop_rest(&mut self, cx: &mut Context<'_>) {
+        while !self.ended
+            && let Poll::Ready(Some(Ok(_))) = self.from.poll_data(cx)
+        {
+            self.ended = self.from.is_end_stream();
+        }
     }
 
     /// Drops the bytes that are kept for another attempt.
@@ -249,7 +258,7 @@ impl Relay {
         } else {
             self.pending.split_to(capacity)
         };
-        let is_rest_sent = self.pending.is_empty() && self.ahead.0.is_empty();
+        let is_rest_sent = self.pending.is_empty() && self.ahead.length == 0;
         let last = self.ended && self.trailers.is_none() && is_rest_sent;
         // Bytes that are sent again were released already.
         let released = data.len().min(self.unreleased);
@@ -303,27 +312,30 @@ impl Relay {
 /// Bytes that were read and wait. They are copied, and short ones joined: a sender may divide a body
 /// into frames of one byte, each of which would keep the buffer that it was read into.
 #[derive(Default)]
-struct Ahead(VecDeque<BytesMut>);
+struct Ahead {
+    pieces: VecDeque<BytesMut>,
+    /// The number of bytes.
+    length: usize,
+}
 
 impl Ahead {
     /// The maximum size of pieces that are joined.
     const MAX_JOINED: usize = 4 * 1024;
 
     fn push(&mut self, data: &[u8]) {
-        match self.0.back_mut() {
+        self.length += data.len();
+        match self.pieces.back_mut() {
             Some(last) if last.len() + data.len() <= Self::MAX_JOINED => {
                 last.extend_from_slice(data);
             }
-            _ => self.0.push_back(data.into()),
+            _ => self.pieces.push_back(data.into()),
         }
     }
 
-    fn len(&self) -> usize {
-        self.0.iter().map(BytesMut::len).sum()
-    }
-
     fn pop(&mut self) -> Option<Bytes> {
-        self.0.pop_front().map(BytesMut::freeze)
+        let piece = self.pieces.pop_front()?.freeze();
+        self.length -= piece.len();
+        Some(piece)
     }
 }
 
@@ -348,10 +360,10 @@ mod tests {
         let bytes: Vec<u8> = (0..250_000_u32).map(|at| (at % 251) as u8).collect();
         let (tiny, large) = bytes.split_at(100_000);
         tiny.chunks(1).for_each(|one| ahead.push(one));
-        let held: usize = ahead.0.iter().map(BytesMut::capacity).sum();
-        assert!(ahead.0.len() <= 25 && held <= 2 * tiny.len(), "{held}");
+        let held: usize = ahead.pieces.iter().map(BytesMut::capacity).sum();
+        assert!(ahead.pieces.len() <= 25 && held <= 2 * tiny.len(), "{held}");
         large.chunks(16_384).for_each(|one| ahead.push(one));
-        assert!(ahead.0.len() <= 35);
+        assert!(ahead.pieces.len() <= 35);
         let read: Vec<u8> = std::iter::from_fn(|| ahead.pop()).flatten().collect();
         assert!(read == bytes);
     }

@@ -29,15 +29,24 @@ use crate::secure::tls::{Acceptance, Alpn};
 use crate::upstream::batched::{Batched, Queued};
 use diy_mesh_model::exchange::Direction;
 
+/// The streams to endpoints whose receivers do not read may hold their windows at once, all together a
+/// part of the memory: this many of them would use all.
+const STREAMS_OF_MEMORY: usize = 128;
+/// The largest window of RFC 9113, section 6.9.1.
+const MAX_WINDOW: usize = (1 << 31) - 1;
 /// The maximum size of a header list, counted as in RFC 9113, section 6.5.2.
 pub const MAX_HEADER_LIST: u32 = 64 * 1024;
-/// The flow-control window of a stream.
+/// The largest flow-control window of a stream.
 pub const STREAM_WINDOW: u32 = 256 * 1024;
-/// The largest flow-control window of a connection: 32 streams whose receivers do not read.
+/// The largest flow-control window of a connection, besides what streams hold for their receivers.
 pub const CONNECTION_WINDOW: u32 = 32 * STREAM_WINDOW;
 /// The flow-control window of a connection that has no share of the memory for windows: the
 /// smallest one (RFC 9113, section 6.9.2).
 pub const MIN_CONNECTION_WINDOW: u32 = 65_535;
+/// The memory that `h2` may use for small DATA frames beyond their bytes, counted as 256 bytes without
+/// the payload for each frame: as much as the connection may hold. The tasks of streams take what one
+/// poll has read, which is less.
+pub const DATA_FRAME_BUDGET: usize = CONNECTION_WINDOW as usize;
 /// The maximum number of unwritten bytes of one stream.
 pub const MAX_SEND_BUFFER: usize = 64 * 1024;
 /// The maximum number of streams that the proxy has reset and whose late frames it ignores.
@@ -101,8 +110,8 @@ struct Health {
 /// the stream.
 pub struct Lease {
     connection: Rc<Connection>,
-    /// [`Streams::blocked`] counts the stream.
-    is_blocked: Cell<bool>,
+    /// What the stream holds of the window of the connection.
+    held: Cell<usize>,
     slot: Option<StreamSlot>,
     /// The stream was opened. Unless its end is recorded, it is reset on drop.
     is_open: Cell<bool>,
@@ -336,7 +345,7 @@ impl Lease {
         connection.io.open_streams(streams.open.get());
         Self {
             connection,
-            is_blocked: Cell::new(false),
+            held: Cell::new(0),
             slot: Some(StreamSlot {
                 streams,
                 _request: request,
@@ -346,10 +355,12 @@ impl Lease {
         }
     }
 
-    /// Counts a stream whose client does not read all at once: bytes wait for it.
-    pub fn record_blocked(&self) {
-        if !self.is_blocked.replace(true) {
-            self.connection.streams.add_blocked();
+    /// The stream holds this many bytes for its receiver, which is charged for them. The other streams
+    /// of the connection get as much window in return.
+    pub fn record_held(&self, bytes: usize) {
+        let before = self.held.replace(bytes);
+        if before != bytes {
+            self.connection.streams.hold(before, bytes);
         }
     }
 
@@ -422,9 +433,7 @@ impl Drop for Lease {
         let connection = &self.connection;
         let streams = &connection.streams;
         connection.reused.set(true);
-        if self.is_blocked.get() {
-            streams.blocked.set(streams.blocked.get() - 1);
-        }
+        self.record_held(0);
         let slot = self.slot.take();
         if self.is_open.get() {
             // The first SETTINGS frame follows the reset. The second one follows the acknowledgment of
@@ -462,28 +471,27 @@ async fn open(
     let slot = Rc::new(dialer.slot.beside());
     let mut memory = Charge::new(slot.clone());
     let streams = Rc::new(Streams::new(limiter.clone()));
-    let mut window = (direction == Direction::Inbound).then(|| Window {
-        charge: Charge::new(slot.clone()),
-        streams: streams.clone(),
-    });
+    let mut window = match direction {
+        Direction::Inbound => Window::charged_to(slot.clone(), streams.clone()),
+        Direction::Outbound => Window::new(CONNECTION_WINDOW, streams.clone()),
+    };
+    let stream_window = stream_window(slot.max_bytes());
     memory.begin(CONNECTION_COST)?;
     let mut io = dialer.dial(remote, Alpn::Http2).await?;
     io.count(limiter.count_connection());
     let is_peer = io.is_peer();
     let lifetime = io.lifetime().copied();
     let mut expiry = expiry(&io);
-    let io = Batched::new(io, memory);
+    let io = Batched::to_server(io, memory);
     let handshake = h2::client::Builder::new()
         .enable_push(false)
         .initial_max_send_streams(INITIAL_MAX_STREAMS)
-        .initial_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(match window {
-            Some(_) => MIN_CONNECTION_WINDOW,
-            None => CONNECTION_WINDOW,
-        })
+        .initial_window_size(stream_window)
+        .initial_connection_window_size(window.size)
         .max_header_list_size(MAX_HEADER_LIST)
         .max_concurrent_reset_streams(MAX_LOCAL_RESETS)
         .max_send_buffer_size(MAX_SEND_BUFFER)
+        .data_frame_budget(DATA_FRAME_BUDGET)
         .handshake(io.clone());
     let (sender, mut connection) = handshake.await.map_err(|error| Failure::UpstreamClosed {
         address,
@@ -505,8 +513,7 @@ async fn open(
                     Poll::Ready(Ok(()))
                 }
                 Poll::Pending => {
-                    let resized = window.as_mut().and_then(|window| window.grow(cx));
-                    if let Some(size) = resized {
+                    if let Some(size) = window.resize(cx) {
                         connection.set_target_window_size(size);
                     }
                     barrier.receive(cx);
@@ -516,7 +523,7 @@ async fn open(
                         // the frame before has arrived.
                         let sends = polled.is_pending()
                             && barrier.is_needed()
-                            && connection.set_initial_window_size(STREAM_WINDOW).is_ok();
+                            && connection.set_initial_window_size(stream_window).is_ok();
                         if !sends {
                             break polled;
                         }
@@ -557,13 +564,21 @@ async fn open(
     }))
 }
 
+/// The flow-control window of the streams to endpoints, given the memory for all connections.
+fn stream_window(memory: usize) -> u32 {
+    let share = memory / STREAMS_OF_MEMORY;
+    share.clamp(MIN_CONNECTION_WINDOW as usize, STREAM_WINDOW as usize) as u32
+}
+
 /// The streams of a connection, shared with its task.
 struct Streams {
     limiter: Rc<Limiter>,
     /// Open ones, and those whose reset the peer has not read.
     open: Cell<usize>,
-    /// Open ones whose clients did not read all at once.
-    blocked: Cell<u32>,
+    /// The number of bytes that streams hold for receivers that do not read all at once.
+    held: Cell<usize>,
+    /// The part of the window that replaces them.
+    replaced: Cell<usize>,
     /// Since when a SETTINGS frame has to be acknowledged.
     unread_since: Cell<Option<Instant>>,
     /// Wakes the task of the connection.
@@ -575,17 +590,26 @@ impl Streams {
         Self {
             limiter,
             open: Cell::new(0),
-            blocked: Cell::new(0),
+            held: Cell::new(0),
+            replaced: Cell::new(0),
             unread_since: Cell::new(None),
             task: RefCell::default(),
         }
     }
 
-    fn add_blocked(&self) {
-        self.blocked.set(self.blocked.get() + 1);
-        if let Some(task) = &*self.task.borrow() {
+    /// A stream holds `bytes` instead of `before`.
+    fn hold(&self, before: usize, bytes: usize) {
+        self.held.set(self.held.get() - before + bytes);
+        if self.to_replace() > self.replaced.get()
+            && let Some(task) = &*self.task.borrow()
+        {
             task.wake_by_ref();
         }
+    }
+
+    /// What the streams hold, in steps of a window: each change costs a frame.
+    fn to_replace(&self) -> usize {
+        self.held.get().next_multiple_of(STREAM_WINDOW as usize)
     }
 }
 
@@ -644,29 +668,51 @@ impl Barrier {
     }
 }
 
-/// The flow-control window of a connection, charged to its caller. It grows with the number of
-/// blocked streams: each may hold the bytes of a window of its own. It never shrinks, because the
-/// peer may use what it was granted.
+/// The flow-control window of a connection. What a stream holds for its receiver takes nothing from the
+/// others: the window grows by as much, so a slow receiver slows its own stream only. That stream's
+/// window bounds the bytes, and its exchange is charged for them.
 struct Window {
-    charge: Charge,
+    /// The size without what replaces the bytes that streams hold.
+    size: u32,
+    /// Charged for a window of the usual size. None: it is not charged.
+    charge: Option<Charge>,
     streams: Rc<Streams>,
 }
 
 impl Window {
-    /// The new size, if the window has to grow and the caller may use the memory for it. `cx` is
-    /// that of the connection's task.
-    fn grow(&mut self, cx: &Context<'_>) -> Option<u32> {
+    fn new(size: u32, streams: Rc<Streams>) -> Self {
+        Self {
+            size,
+            charge: None,
+            streams,
+        }
+    }
+
+    /// The smallest window, until the caller may use memory for a window of the usual size.
+    fn charged_to(slot: Rc<ConnectionSlot>, streams: Rc<Streams>) -> Self {
+        Self {
+            charge: Some(Charge::new(slot)),
+            ..Self::new(MIN_CONNECTION_WINDOW, streams)
+        }
+    }
+
+    /// The new size, if the window has to change. `cx` is that of the connection's task.
+    fn resize(&mut self, cx: &Context<'_>) -> Option<u32> {
         let task = &mut *self.streams.task.borrow_mut();
         match task {
             Some(task) => task.clone_from(cx.waker()),
             None => *task = Some(cx.waker().clone()),
         }
-        let streams = (1 + self.streams.blocked.get()).min(CONNECTION_WINDOW / STREAM_WINDOW);
-        let wanted = streams.next_power_of_two() * STREAM_WINDOW;
-        let granted = self.charge.amount();
-        // A smaller one if the caller may not use as much.
-        std::iter::successors(Some(wanted), |size| Some(size / 2))
-            .take_while(|size| *size >= STREAM_WINDOW && *size as usize > granted)
-            .find(|size| self.charge.try_grow(*size as usize))
+        let is_larger = (self.size < STREAM_WINDOW)
+            && (self.charge.as_mut()).is_some_and(|charge| charge.try_grow(STREAM_WINDOW as usize));
+        if is_larger {
+            self.size = STREAM_WINDOW;
+        }
+        let to_replace = self.streams.to_replace();
+        let is_changed = self.streams.replaced.replace(to_replace) != to_replace;
+        (is_larger || is_changed).then(|| {
+            let size = self.size as usize + to_replace;
+            size.min(MAX_WINDOW) as u32
+        })
     }
 }

@@ -7,7 +7,10 @@ mod forgery;
 mod hostile;
 mod metrics;
 mod passing;
+mod raw;
 mod resets;
+mod slow_readers;
+mod small_frames;
 
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;

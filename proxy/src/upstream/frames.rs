@@ -1,0 +1,222 @@
+//! The frames that an HTTP/2 connection receives, below `h2`. It removes empty DATA frames, which change
+//! nothing: `h2` accepts 100 of them on a connection, and some servers send one for each response. It
+//! reads the heads of frames only, and leaves every judgement to `h2`.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use bytes::BytesMut;
+
+/// The length of a client's preface (RFC 9113, section 3.4).
+pub const PREFACE_LENGTH: usize = 24;
+
+/// The maximum number of empty DATA frames that are removed in [`REMOVAL_INTERVAL`]. `h2` gets further
+/// ones, and closes the connection.
+const MAX_REMOVED: u32 = 10_000;
+const REMOVAL_INTERVAL: Duration = Duration::from_secs(1);
+/// The maximum number of streams whose peer has not got back the window that its padding has used.
+const MAX_PADDED_STREAMS: usize = 1_000;
+
+const HEAD_LENGTH: usize = 9;
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const WINDOW_UPDATE: u8 = 8;
+const CONTINUATION: u8 = 9;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+const PADDED: u8 = 8;
+
+/// The position in the bytes of a connection.
+pub struct Frames {
+    /// The number of bytes until the next head.
+    passing: usize,
+    /// The number of bytes of padding that follow, and are removed.
+    removing: usize,
+    /// A header block continues in the next frame.
+    in_header_block: bool,
+    /// The frames that were removed since `since`.
+    removed: u32,
+    since: Instant,
+    /// The flow-control window that removed padding has used, by stream.
+    used: BTreeMap<u32, u32>,
+}
+
+impl Frames {
+    /// The frames after this number of other bytes.
+    pub fn after(preface: usize) -> Self {
+        Self {
+            passing: preface,
+            removing: 0,
+            in_header_block: false,
+            removed: 0,
+            since: Instant::now(),
+            used: BTreeMap::new(),
+        }
+    }
+
+    /// Removes the empty DATA frames. Returns the number of bytes before an incomplete head, which stays.
+    pub fn filter(&mut self, bytes: &mut BytesMut) -> usize {
+        let (mut read, mut kept) = (0, 0);
+        loop {
+            let rest = bytes.len() - read;
+            if self.removing > 0 {
+                let removed = rest.min(self.removing);
+                read += removed;
+                self.removing -= removed;
+            } else if self.passing > 0 {
+                let passed = rest.min(self.passing);
+                if read != kept {
+                    bytes.copy_within(read..read + passed, kept);
+                }
+                read += passed;
+                kept += passed;
+                self.passing -= passed;
+            } else if !self.next(&bytes[read..]) {
+                break;
+            }
+            if read == bytes.len() {
+                break;
+            }
+        }
+        if read != kept {
+            let end = kept + bytes.len() - read;
+            bytes.copy_within(read.., kept);
+            bytes.truncate(end);
+        }
+        kept
+    }
+
+    /// Reads the head of the next frame. Returns false if it is incomplete.
+    fn next(&mut self, bytes: &[u8]) -> bool {
+        let Some(&[a, b, c, kind, flags, s, t, u, v]) = bytes.first_chunk::<HEAD_LENGTH>() else {
+            return false;
+        };
+        let length = u32::from_be_bytes([0, a, b, c]);
+        let stream = u32::from_be_bytes([s, t, u, v]) & (u32::MAX >> 1);
+        let is_data = kind == DATA && flags & END_STREAM == 0;
+        let is_padded = flags & PADDED != 0 && length > 0;
+        if is_data && is_padded && bytes.len() == HEAD_LENGTH {
+            return false;
+        }
+        let is_empty = match bytes.get(HEAD_LENGTH) {
+            Some(padding) if is_padded => u32::from(*padding) + 1 == length,
+            _ => length == 0,
+        };
+        let size = HEAD_LENGTH + length as usize;
+        if is_data && is_empty && !self.in_header_block && self.may_remove(stream, length) {
+            self.removing = size;
+            return true;
+        }
+        if matches!(kind, HEADERS | CONTINUATION) {
+            self.in_header_block = flags & END_HEADERS == 0;
+        }
+        self.passing = size;
+        true
+    }
+
+    /// Whether the empty frame is removed. Then its padding counts as used.
+    fn may_remove(&mut self, stream: u32, length: u32) -> bool {
+        if self.removed == MAX_REMOVED && self.since.elapsed() >= REMOVAL_INTERVAL {
+            (self.removed, self.since) = (0, Instant::now());
+        }
+        let is_accounted = length == 0 || self.used.len() < MAX_PADDED_STREAMS;
+        if self.removed == MAX_REMOVED || !is_accounted || stream == 0 {
+            return false;
+        }
+        self.removed += 1;
+        if length > 0 {
+            *self.used.entry(stream).or_default() += length;
+        }
+        true
+    }
+
+    /// Appends WINDOW_UPDATE frames for the padding that was removed.
+    pub fn return_windows(&mut self, output: &mut Vec<u8>) {
+        let used = std::mem::take(&mut self.used);
+        let all: u32 = used.values().sum();
+        for (stream, size) in used.into_iter().chain((all > 0).then_some((0, all))) {
+            output.extend([0, 0, 4, WINDOW_UPDATE, 0]);
+            output.extend(stream.to_be_bytes());
+            output.extend(size.to_be_bytes());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame(kind: u8, flags: u8, stream: u8, payload: &[u8]) -> Vec<u8> {
+        let head = [0, 0, payload.len() as u8, kind, flags, 0, 0, 0, stream];
+        [&head, payload].concat()
+    }
+
+    /// Passes `input` in pieces of this size.
+    fn filtered(frames: &mut Frames, input: &[u8], size: usize) -> Vec<u8> {
+        let (mut output, mut unread) = (Vec::new(), BytesMut::new());
+        for piece in input.chunks(size) {
+            unread.extend_from_slice(piece);
+            let complete = frames.filter(&mut unread);
+            output.extend(unread.split_to(complete));
+        }
+        assert!(unread.is_empty());
+        output
+    }
+
+    #[test]
+    fn removes_empty_data_frames_only_wherever_reads_end() {
+        let empty = frame(DATA, 0, 1, b"");
+        let padded = frame(DATA, PADDED, 3, &[4, 0, 0, 0, 0]);
+        let kept = [
+            frame(4, 0, 0, b"settings"),
+            frame(HEADERS, END_HEADERS, 1, b"block"),
+            frame(DATA, 0, 1, b"data"),
+            frame(DATA, PADDED, 1, b"\x02data\0\0"),
+            frame(DATA, END_STREAM, 1, b""),
+            frame(DATA, END_STREAM | PADDED, 1, &[1, 0]),
+            // Padding that is longer than the frame.
+            frame(DATA, PADDED, 1, &[9, 0]),
+            frame(DATA, 0, 0, b""),
+        ];
+        let mut input = b"the preface of a client!".to_vec();
+        let mut expected = input.clone();
+        for frame in &kept {
+            input.extend([&empty[..], &padded, frame, &empty].concat());
+            expected.extend(frame);
+        }
+        // Within a header block, a DATA frame is an error.
+        let block = [frame(HEADERS, 0, 5, b"a"), empty.clone()].concat();
+        let end = [frame(CONTINUATION, END_HEADERS, 5, b"b"), empty].concat();
+        expected.extend([&block[..], &frame(CONTINUATION, END_HEADERS, 5, b"b")].concat());
+        input.extend([block, end].concat());
+        for size in 1..input.len() {
+            let mut frames = Frames::after(PREFACE_LENGTH);
+            assert_eq!(filtered(&mut frames, &input, size), expected, "{size}");
+            let mut windows = Vec::new();
+            frames.return_windows(&mut windows);
+            let size = 5 * kept.len() as u8;
+            let update = |stream| frame(WINDOW_UPDATE, 0, stream, &[0, 0, 0, size]);
+            assert_eq!(windows, [update(3), update(0)].concat());
+            frames.return_windows(&mut windows);
+            assert_eq!(windows.len(), 26);
+        }
+    }
+
+    #[test]
+    fn passes_on_a_flood_of_empty_frames() {
+        let mut frames = Frames::after(0);
+        let flood = frame(DATA, 0, 1, b"").repeat(MAX_REMOVED as usize + 7);
+        assert_eq!(filtered(&mut frames, &flood, 4096).len(), 7 * HEAD_LENGTH);
+        frames.since -= REMOVAL_INTERVAL;
+        assert_eq!(filtered(&mut frames, &flood, 4096).len(), 7 * HEAD_LENGTH);
+        // The windows of a peer that reads nothing.
+        let mut frames = Frames::after(0);
+        let padded = |stream: u32| {
+            let mut frame = frame(DATA, PADDED, 0, &[0]);
+            frame[5..9].copy_from_slice(&stream.to_be_bytes());
+            frame
+        };
+        let flood: Vec<u8> = (1..=1_003).flat_map(padded).collect();
+        assert_eq!(filtered(&mut frames, &flood, 4096).len(), 3 * 10);
+    }
+}
