@@ -58,6 +58,14 @@ pub enum Failure {
          check that the controller is available"
     )]
     Withheld(String),
+    /// Discovery removed the endpoints while the proxy connected to them, for as long as it may connect.
+    #[error("{backend} has removed {address} while the proxy connected to it")]
+    EndpointRemoved {
+        /// The last endpoint.
+        address: SocketAddr,
+        /// The Service.
+        backend: String,
+    },
     /// The endpoint did not accept the connection.
     #[error("cannot connect to {address}: {source}")]
     Connect {
@@ -69,6 +77,10 @@ pub enum Failure {
     /// The endpoint did not accept the connection within the timeout.
     #[error("connection to {0} timed out")]
     ConnectTimeout(SocketAddr),
+    /// The endpoint accepted a connection, and sent no HTTP/2 SETTINGS within the timeout: the request was
+    /// not sent.
+    #[error("{0} has accepted the connection, and sent no HTTP/2 SETTINGS in time")]
+    NoSettings(SocketAddr),
     /// None of the endpoints of a Service or pod accepted a connection.
     #[error("{message}")]
     NoneAccepts {
@@ -397,6 +409,7 @@ impl Failure {
             self,
             Self::Connect { .. }
                 | Self::ConnectTimeout(_)
+                | Self::NoSettings(_)
                 | Self::UpstreamClosed { .. }
                 | Self::UpstreamMalformed { .. }
                 | Self::Handshake { .. }
@@ -409,7 +422,7 @@ impl Failure {
     pub fn code(&self) -> Code {
         match self {
             Self::NoneAccepts { last, .. } => last.code(),
-            Self::NoEndpoint(_) => Code::NoEndpoint,
+            Self::NoEndpoint(_) | Self::EndpointRemoved { .. } => Code::NoEndpoint,
             Self::NoRoute(_) => Code::NoRoute,
             Self::InvalidBackend(_) => Code::InvalidBackend,
             Self::InvalidRoutes { .. } => Code::InvalidRoutes,
@@ -417,7 +430,7 @@ impl Failure {
             Self::UnknownPort { .. } => Code::UnknownPort,
             Self::Withheld(_) => Code::Withheld,
             Self::Connect { .. } => Code::ConnectFailed,
-            Self::ConnectTimeout(_) => Code::ConnectTimeout,
+            Self::ConnectTimeout(_) | Self::NoSettings(_) => Code::ConnectTimeout,
             Self::UpstreamClosed { .. } => Code::UpstreamClosed,
             Self::UpstreamMalformed { .. } => Code::UpstreamMalformed,
             Self::RateLimited(_) => Code::RateLimited,

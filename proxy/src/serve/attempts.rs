@@ -25,6 +25,10 @@ use diy_mesh_model::exchange::{Direction, ExchangeId};
 /// Endpoints that one request is sent to at most, unless its route asks for another number.
 pub const MAX_ATTEMPTS: u32 = 3;
 
+/// How often a request that an endpoint has refused, because of a limit that it had not told before, is
+/// sent again without counting as another attempt.
+const MAX_REQUEUED: u32 = 2;
+
 /// A failed attempt.
 #[derive(Debug)]
 pub struct AttemptError {
@@ -43,6 +47,9 @@ pub enum Retry {
     OtherEndpoint,
     /// The connection was closed before the peer processed the request.
     AnyEndpoint,
+    /// The request was sent to no endpoint, or refused by one that had not told its limit. This counts as
+    /// no attempt. The time to connect bounds it.
+    Uncounted,
 }
 
 impl AttemptError {
@@ -50,6 +57,7 @@ impl AttemptError {
     pub fn connect(failure: Failure) -> Self {
         let retry = match failure {
             Failure::Overloaded(_) => Retry::Never,
+            Failure::NoSettings(_) => Retry::Uncounted,
             _ => Retry::OtherEndpoint,
         };
         Self { failure, retry }
@@ -102,6 +110,23 @@ impl AttemptError {
             address,
             source: Arc::new(source),
         })
+    }
+
+    /// The peer refused the request because of a limit that it had not told before.
+    pub fn over_limit(address: SocketAddr, reason: String) -> Self {
+        Self {
+            retry: Retry::Uncounted,
+            ..Self::closed(address, reason, true)
+        }
+    }
+
+    /// The connection ended without SETTINGS of the peer, which speaks another protocol, or is stopped.
+    pub fn unsettled(address: SocketAddr) -> Self {
+        let reason = "it sent no SETTINGS".to_owned();
+        Self {
+            retry: Retry::OtherEndpoint,
+            ..Self::closed(address, reason, true)
+        }
     }
 
     /// An error after which there is no other attempt.
@@ -159,6 +184,8 @@ pub struct Attempts {
     failures: Vec<Failure>,
     /// The next attempt has its share of the budget already.
     is_granted: bool,
+    /// How often an endpoint has refused the request because of its limit.
+    requeued: u32,
     /// The destination outside of the cluster, found by its name.
     named: Option<Outside>,
 }
@@ -179,6 +206,7 @@ impl Attempts {
             avoided: Avoided::default(),
             failures: Vec::new(),
             is_granted: false,
+            requeued: 0,
             named: permit.into_named(),
         }
     }
@@ -388,17 +416,25 @@ impl Attempt<'_> {
     }
 
     /// There is a new connection. Fails if discovery has removed the endpoint in the meantime:
-    /// another one gets the request, which has not been sent yet.
+    /// another one gets the request, which has not been sent yet, while there is time to connect.
     pub fn check_endpoint(&mut self) -> Result<(), AttemptError> {
-        let attempts = &mut *self.attempts;
-        if attempts.backend.contains(&self.endpoint) {
+        let backend = &self.attempts.backend;
+        if backend.contains(&self.endpoint) {
             return Ok(());
         }
-        attempts.is_granted = !attempts.is_last() && attempts.backend.endpoints_len() > 0;
         Err(AttemptError {
-            failure: Failure::NoEndpoint(attempts.backend.name().to_string()),
-            retry: Retry::OtherEndpoint,
+            failure: Failure::EndpointRemoved {
+                address: self.endpoint.address,
+                backend: backend.name().to_string(),
+            },
+            retry: Retry::Uncounted,
         })
+    }
+
+    /// Whether a request that the endpoint has refused because of its limit may wait for it again.
+    pub fn may_requeue(&mut self) -> bool {
+        self.attempts.requeued += 1;
+        self.attempts.requeued <= MAX_REQUEUED
     }
 
     /// What the next proxy is told: the exchange, and the number of attempts before this one. Only an
@@ -457,7 +493,7 @@ impl Attempt<'_> {
 
     /// What follows this attempt, which has failed. `rewind` prepares another one: false if a part of
     /// what was sent is no longer there.
-    pub fn next(self, error: AttemptError, flow: &Flow, rewind: impl FnOnce() -> bool) -> Step {
+    pub fn next(self, error: AttemptError, flow: &Flow, mut rewind: impl FnMut() -> bool) -> Step {
         let Self {
             attempts,
             endpoint,
@@ -469,11 +505,21 @@ impl Attempt<'_> {
         let failure = failure.with_policy(|| attempts.backend.policy().name.clone());
         judge(in_flight, &failure, retry, attempts.is_last());
         let retry = attempts.retry_of_route(&failure, retry);
-        if retry == Retry::OtherEndpoint {
+        if retry == Retry::OtherEndpoint || matches!(failure, Failure::NoSettings(_)) {
             attempts.avoid(endpoint.address);
+        }
+        if matches!(retry, Retry::OtherEndpoint | Retry::Uncounted) {
             attempts.time_to_connect = attempts.time_to_connect.saturating_sub(began.elapsed());
         }
-        let is_retried = retry != Retry::Never && rewind() && attempts.start_retry(flow);
+        if retry == Retry::Uncounted
+            && !attempts.time_to_connect.is_zero()
+            && attempts.backend.endpoints_len() > 0
+            && rewind()
+        {
+            return Step::Retry(None, failure);
+        }
+        let is_safe = !matches!(retry, Retry::Never | Retry::Uncounted);
+        let is_retried = is_safe && rewind() && attempts.start_retry(flow);
         attempts.failures.push(failure.clone());
         if !is_retried {
             return Step::Done(attempts.summary().unwrap_or(failure));
@@ -486,6 +532,8 @@ impl Attempt<'_> {
 /// Records what a failed attempt says about its endpoint.
 fn judge(mut in_flight: InFlight, failure: &Failure, retry: Retry, is_last: bool) {
     match retry {
+        Retry::Uncounted if matches!(failure, Failure::NoSettings(_)) => in_flight.refused(),
+        Retry::Uncounted => in_flight.discard(),
         // Without a certificate of its own, the proxy does not connect.
         Retry::OtherEndpoint if failure.is_upstream_failure() => in_flight.refused(),
         // A closed pooled connection says nothing about the endpoint, nor does a bad request.

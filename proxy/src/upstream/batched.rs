@@ -66,6 +66,8 @@ struct Queue {
     ended: Cell<usize>,
     /// Tasks that wait for room.
     waiting: RefCell<Vec<Waker>>,
+    /// Tasks that wait for the peer's SETTINGS.
+    unsettled: RefCell<Vec<Waker>>,
 }
 
 /// Bytes of a body. They count as queued until `h2` has written or dropped them.
@@ -214,6 +216,17 @@ impl Batched {
         inner.buffer = Vec::new();
         // Never fails: it does not grow.
         let _ = inner.memory.hold(0);
+        self.1.unsettled.take().into_iter().for_each(Waker::wake);
+    }
+
+    /// Whether the peer's SETTINGS have arrived.
+    pub fn is_settled(&self) -> bool {
+        self.0.borrow().frames.settings() > 0
+    }
+
+    /// The task wakes when a SETTINGS frame of the peer has arrived, or the connection has ended.
+    pub fn wake_at_settings(&self, cx: &Context<'_>) {
+        self.1.unsettled.borrow_mut().push(cx.waker().clone());
     }
 
     /// Charges the connection for this many streams that are open at once, until it ends.
@@ -324,7 +337,12 @@ impl AsyncRead for Batched {
                 break;
             }
             inner.left_to_read = inner.left_to_read.saturating_sub(read);
+            let before = inner.frames.settings();
             inner.complete = inner.frames.filter(inner.io.unread());
+            if inner.frames.settings() > before {
+                // These tasks run when `h2` has read the frame.
+                self.1.unsettled.take().into_iter().for_each(Waker::wake);
+            }
         }
         let unread = inner.io.unread();
         let length = inner.complete.min(buf.remaining());

@@ -1,6 +1,6 @@
 //! The frames that an HTTP/2 connection receives, below `h2`. It removes empty DATA frames, which change
 //! nothing: `h2` accepts 100 of them on a connection, and some servers send one for each response. It
-//! reads the heads of frames only, and leaves every judgement to `h2`.
+//! also counts SETTINGS frames. It reads the heads of frames only, and leaves every judgement to `h2`.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -20,9 +20,11 @@ const MAX_PADDED_STREAMS: usize = 1_000;
 const HEAD_LENGTH: usize = 9;
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
+const SETTINGS: u8 = 4;
 const WINDOW_UPDATE: u8 = 8;
 const CONTINUATION: u8 = 9;
 const END_STREAM: u8 = 1;
+const ACK: u8 = 1;
 const END_HEADERS: u8 = 4;
 const PADDED: u8 = 8;
 
@@ -32,6 +34,8 @@ pub struct Frames {
     passing: usize,
     /// The number of bytes of padding that follow, and are removed.
     removing: usize,
+    /// The number of SETTINGS frames, without acknowledgments.
+    settings: u64,
     /// A header block continues in the next frame.
     in_header_block: bool,
     /// The frames that were removed since `since`.
@@ -47,6 +51,7 @@ impl Frames {
         Self {
             passing: preface,
             removing: 0,
+            settings: 0,
             in_header_block: false,
             removed: 0,
             since: Instant::now(),
@@ -86,6 +91,11 @@ impl Frames {
         kept
     }
 
+    /// The number of SETTINGS frames of the peer so far.
+    pub fn settings(&self) -> u64 {
+        self.settings
+    }
+
     /// Reads the head of the next frame. Returns false if it is incomplete.
     fn next(&mut self, bytes: &[u8]) -> bool {
         let Some(&[a, b, c, kind, flags, s, t, u, v]) = bytes.first_chunk::<HEAD_LENGTH>() else {
@@ -107,8 +117,10 @@ impl Frames {
             self.removing = size;
             return true;
         }
-        if matches!(kind, HEADERS | CONTINUATION) {
-            self.in_header_block = flags & END_HEADERS == 0;
+        match kind {
+            HEADERS | CONTINUATION => self.in_header_block = flags & END_HEADERS == 0,
+            SETTINGS if flags & ACK == 0 => self.settings += 1,
+            _ => {}
         }
         self.passing = size;
         true
@@ -168,7 +180,8 @@ mod tests {
         let empty = frame(DATA, 0, 1, b"");
         let padded = frame(DATA, PADDED, 3, &[4, 0, 0, 0, 0]);
         let kept = [
-            frame(4, 0, 0, b"settings"),
+            frame(SETTINGS, 0, 0, b"settings"),
+            frame(SETTINGS, ACK, 0, b""),
             frame(HEADERS, END_HEADERS, 1, b"block"),
             frame(DATA, 0, 1, b"data"),
             frame(DATA, PADDED, 1, b"\x02data\0\0"),
@@ -194,6 +207,7 @@ mod tests {
             assert_eq!(filtered(&mut frames, &input, size), expected, "{size}");
             let mut windows = Vec::new();
             frames.return_windows(&mut windows);
+            assert_eq!(frames.settings(), 1);
             let size = 5 * kept.len() as u8;
             let update = |stream| frame(WINDOW_UPDATE, 0, stream, &[0, 0, 0, size]);
             assert_eq!(windows, [update(3), update(0)].concat());

@@ -427,3 +427,30 @@ async fn reports_the_last_failure_when_no_endpoint_is_left() {
     let result = send(&[Retry::OtherEndpoint; 3], true).await;
     assert_eq!(result, (Err("connect-timeout".to_owned()), 1, true));
 }
+
+#[tokio::test(start_paused = true)]
+async fn endpoints_that_are_removed_while_they_are_dialed_count_for_no_attempt() {
+    let flow = flow_to_one();
+    let removed = Backend::alone(([127, 0, 0, 1], 81).into());
+    let removed = removed.pick(&[], &mut fastrand::Rng::new()).unwrap();
+    let mut attempts = new(&flow, &flow.destination, AttemptSettings::default());
+    let half_a_second = Duration::from_millis(500);
+    // The time to connect is three seconds.
+    for count in 1..=6 {
+        let mut attempt = attempts.begin(&flow).unwrap();
+        assert!(attempt.check_endpoint().is_ok());
+        attempt.endpoint = removed.clone();
+        tokio::time::advance(half_a_second).await;
+        let error = attempt.check_endpoint().unwrap_err();
+        match attempt.next(error, &flow, || true) {
+            Step::Retry(None, _) if count < 6 => {}
+            Step::Done(failure) if count == 6 => {
+                let message =
+                    "127.0.0.1:80 has removed 127.0.0.1:81 while the proxy connected to it";
+                assert_eq!(failure.to_string(), message);
+                assert_eq!(failure.code().label(), "no-endpoint");
+            }
+            step => panic!("{count}: {step:?}"),
+        }
+    }
+}

@@ -294,11 +294,33 @@ impl<'a> Exchange<'a> {
             match attempt.next(error, &flow, rewind) {
                 Step::Retry(backoff, failure) => {
                     self.record.retried(&failure);
-                    pause(backoff).await;
+                    if self.has_left_during(pause(backoff)).await {
+                        self.record.client_left();
+                        self.client.reset_on_drop();
+                        return After::Closed;
+                    }
                 }
                 Step::Done(failure) => return self.fail(failure).await,
             }
         }
+    }
+
+    /// Whether the client leaves before the pause ends.
+    async fn has_left_during(&mut self, pause: impl Future<Output = ()>) -> bool {
+        let mut client = Waiting {
+            client: self.client,
+            memory: self.memory,
+            head_size: self.head_size,
+            upload: &mut self.upload,
+            expects_continue: false,
+            is_continued: &mut self.is_continued,
+        };
+        let mut pause = pin!(pause);
+        poll_fn(|cx| match pause.as_mut().poll(cx) {
+            Poll::Ready(()) => Poll::Ready(false),
+            Poll::Pending => client.poll_gone(cx).map(|()| true),
+        })
+        .await
     }
 
     /// Writes the head for the next hop.

@@ -315,7 +315,7 @@ impl Exchange {
         let (places, is_complete) = (self.client.places.clone(), self.upload.is_done());
         let (response, to_upstream) = match lease.send(request, is_complete, Some(places)) {
             Ok(stream) => stream,
-            Err(error) => return self.failed(&error, address, &lease, false),
+            Err(error) => return self.failed(&error, attempt, &lease, false),
         };
         let mut upstream = Upstream {
             response,
@@ -339,7 +339,7 @@ impl Exchange {
             }
             Err(Ended::Upstream(error)) => {
                 upstream.lease.record_end();
-                return self.failed(&error, address, &upstream.lease, true);
+                return self.failed(&error, attempt, &upstream.lease, true);
             }
         };
         if upstream.lease.supports_extended_connect() {
@@ -593,6 +593,11 @@ impl Exchange {
                         0
                     };
                     upstream.lease.record_held(held);
+                    // Inbound, the window of the connection is charged.
+                    let held = match self.client.flow.direction {
+                        Direction::Inbound => 0,
+                        Direction::Outbound => held,
+                    };
                     let held = held + self.upload.kept();
                     if self.memory.hold(self.cost + held).is_err() {
                         return Poll::Ready(Err(Ended::Overloaded));
@@ -618,10 +623,11 @@ impl Exchange {
     fn failed(
         &mut self,
         error: &h2::Error,
-        address: SocketAddr,
+        attempt: &mut Attempt<'_>,
         lease: &Lease,
         is_sent: bool,
     ) -> Result<Outcome, AttemptError> {
+        let address = attempt.endpoint.address;
         let reason = error.to_string();
         let is_repeatable = self.parts.method.is_idempotent() || !is_sent;
         let acceptance = lease.acceptance();
@@ -632,9 +638,13 @@ impl Exchange {
         // The peer has not processed this stream.
         let refused = error.reason() == Some(Reason::REFUSED_STREAM);
         let unprocessed = error.is_remote() && (error.is_go_away() || refused);
+        if error.is_remote() && refused && lease.was_over_limit() && attempt.may_requeue() {
+            return Err(AttemptError::over_limit(address, reason));
+        }
         match error.reason() {
             Some(code) if error.is_remote() && !unprocessed => Ok(Outcome::Reset(code)),
             Some(_) if error.is_library() => Err(AttemptError::malformed(address, reason)),
+            _ if !lease.is_settled() && is_repeatable => Err(AttemptError::unsettled(address)),
             _ => {
                 // The peer may close a pooled connection just when it is used.
                 let is_stale = lease.is_reused() || !is_sent;

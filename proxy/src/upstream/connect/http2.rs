@@ -7,6 +7,7 @@ use crate::labels::LimitKind;
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
+use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
@@ -16,8 +17,9 @@ use diy_mesh_runtime::admission::Class;
 use h2::SendStream;
 use h2::client::{ResponseFuture, SendRequest};
 use http::Request;
-use tokio::sync::{Mutex, OnceCell, mpsc, oneshot};
+use tokio::sync::{Mutex, mpsc};
 use tokio::task::AbortHandle;
+use tokio::time::timeout_at;
 
 use super::queue::{Limiter, Slot};
 use super::{Dialer, IDLE_TIMEOUT, Remote};
@@ -55,12 +57,24 @@ pub const MAX_LOCAL_RESETS: usize = 200;
 /// The memory of a connection besides that of its windows and streams.
 pub const CONNECTION_COST: usize = 16 * 1024;
 
-/// The maximum number of concurrent streams until the peer's SETTINGS frame arrives.
-const INITIAL_MAX_STREAMS: usize = 100;
+/// The maximum number of concurrent streams until the peer's SETTINGS frame arrives, which tells how
+/// many it accepts.
+const INITIAL_MAX_STREAMS: usize = 1;
+/// The time for the peer's SETTINGS after the handshake, unless the time for a connection is longer. A
+/// limit of no streams counts as none.
+const SETTINGS_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the peer of a connection with open streams may be silent before the proxy sends a
-/// SETTINGS frame. After the same time again without a byte the proxy closes the connection. It also
-/// does so if a SETTINGS frame is not acknowledged for both times together.
-const READ_IDLE_TIMEOUT: Duration = Duration::from_secs(20);
+/// SETTINGS frame.
+const PROBE_INTERVAL: Duration = Duration::from_secs(10);
+/// The silence after which a connection gets no new streams: the peer may be stopped. Open streams stay
+/// while the peer's kernel acknowledges what is sent.
+const MAX_SILENCE: Duration = Duration::from_secs(20);
+/// The time after which the connection of a peer is closed that sends bytes, and acknowledges no
+/// SETTINGS frame, or that is silent without open streams.
+const UNREAD_TIMEOUT: Duration = Duration::from_secs(40);
+/// The time that counts for one check at most. After a longer one the proxy itself was paused, and has
+/// read nothing.
+const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// A worker's HTTP/2 connections to one endpoint.
 pub struct Connections {
@@ -73,6 +87,8 @@ pub struct Connections {
     dialing: Mutex<()>,
     dials: Cell<u64>,
     last_failure: RefCell<Option<Failure>>,
+    /// The endpoint was silent. New connections carry no stream before it has sent its SETTINGS.
+    is_silent: Cell<bool>,
 }
 
 /// One connection. Its task ends when the last handle is dropped.
@@ -87,8 +103,10 @@ pub(super) struct Connection {
     reused: Cell<bool>,
     /// A request has told the peer its exchange.
     announced: Cell<bool>,
-    /// The peer's SETTINGS have arrived, if somebody has waited for them.
-    settled: OnceCell<()>,
+    /// When the peer's SETTINGS must have arrived.
+    settings_deadline: Instant,
+    /// The peer is silent: the connection accepts no new streams.
+    silent: Cell<bool>,
     health: RefCell<Health>,
     lifetime: Option<Lifetime>,
     /// The lifetime is over: the connection accepts no new streams.
@@ -101,8 +119,11 @@ pub(super) struct Connection {
 /// The liveness of a connection, updated by [`Connections::maintain`].
 struct Health {
     bytes_read: u64,
-    /// When the connection last received bytes, or had no streams.
-    last_read: Instant,
+    checked: Instant,
+    /// The time since the connection received bytes, or had no streams.
+    silence: Duration,
+    /// The SETTINGS frame that is not acknowledged, and for how long.
+    unread: (Option<Instant>, Duration),
     last_used: Instant,
 }
 
@@ -115,6 +136,8 @@ pub struct Lease {
     slot: Option<StreamSlot>,
     /// The stream was opened. Unless its end is recorded, it is reset on drop.
     is_open: Cell<bool>,
+    /// The number of streams when it was opened. 0: the peer's limit was not known.
+    opened_as: Cell<usize>,
 }
 
 /// What one stream occupies.
@@ -142,6 +165,7 @@ impl Connections {
             dialing: Mutex::default(),
             dials: Cell::new(0),
             last_failure: RefCell::default(),
+            is_silent: Cell::new(false),
         }
     }
 
@@ -174,8 +198,19 @@ impl Connections {
         has_waited: bool,
     ) -> Result<Rc<Connection>, Failure> {
         let dials = self.dials.get();
-        let guard = self.dialing.lock().await;
-        if let Some(connection) = self.find(has_waited) {
+        let timed_out = |_| Failure::NoSettings(remote.address);
+        let guard = timeout_at(dialer.deadline, self.dialing.lock()).await;
+        let guard = guard.map_err(timed_out)?;
+        let mut found = self.find(has_waited);
+        if found.is_none()
+            && let Some(unsettled) = self.unsettled()
+        {
+            let settled = timeout_at(dialer.deadline, unsettled.settled()).await;
+            settled.map_err(timed_out)?;
+            self.is_silent.set(false);
+            found = self.find(has_waited);
+        }
+        if let Some(connection) = found {
             return Ok(connection);
         }
         if self.is_full() || !self.is_turn(has_waited) {
@@ -202,15 +237,24 @@ impl Connections {
         if !self.closed.get() {
             self.open.borrow_mut().push(connection.clone());
         }
+        if self.is_silent.get() {
+            let settled = timeout_at(dialer.deadline, connection.settled()).await;
+            settled.map_err(timed_out)?;
+            self.is_silent.set(false);
+        }
         Ok(connection)
     }
 
     /// Closes idle connections, retires those whose lifetime is over, and checks the liveness of
     /// the others. The worker calls it every few seconds.
     pub fn maintain(&self, now: Instant) {
-        self.open
-            .borrow_mut()
-            .retain(|connection| connection.maintain(now));
+        self.open.borrow_mut().retain(|connection| {
+            let stays = connection.maintain(now);
+            if connection.silent.get() {
+                self.is_silent.set(true);
+            }
+            stays
+        });
     }
 
     /// Releases all connections, and those that are opened later. Open streams continue.
@@ -231,6 +275,13 @@ impl Connections {
 
     fn is_full(&self) -> bool {
         self.len() >= self.limiter.limits.http2_connections as usize
+    }
+
+    /// A connection whose peer has not told how many streams it accepts.
+    fn unsettled(&self) -> Option<Rc<Connection>> {
+        let open = self.open.borrow();
+        let unsettled = open.iter().find(|connection| !connection.is_settled());
+        unsettled.cloned()
     }
 
     /// Whether the next free slot is that of a request that `has_waited`, or has not.
@@ -266,7 +317,7 @@ enum Capacity {
 
 impl Connection {
     fn capacity(&self) -> Capacity {
-        if self.retired.get() || self.slot.is_asked_to_end() {
+        if self.retired.get() || self.silent.get() || self.slot.is_asked_to_end() {
             return Capacity::Exhausted;
         }
         let mut sender = self.sender.borrow_mut();
@@ -280,12 +331,23 @@ impl Connection {
         }
     }
 
-    /// Waits until the peer has acknowledged a SETTINGS frame, or the connection has ended.
-    async fn round_trip(&self) {
-        let (kept, read) = oneshot::channel::<()>();
-        self.keep_until_read(1, kept);
-        // Fails when `kept` is dropped.
-        let _ = read.await;
+    /// Whether the peer has told how many streams it accepts, or the connection has ended.
+    fn is_settled(&self) -> bool {
+        let is_closed = matches!(self.capacity(), Capacity::Closed);
+        let max_streams = self.sender.borrow().current_max_send_streams();
+        is_closed || self.io.is_settled() && max_streams > 0
+    }
+
+    /// Waits until the peer has told how many streams it accepts, or the connection has ended.
+    async fn settled(&self) {
+        poll_fn(|cx| {
+            if self.is_settled() {
+                return Poll::Ready(());
+            }
+            self.io.wake_at_settings(cx);
+            Poll::Pending
+        })
+        .await;
     }
 
     /// Keeps `kept` until this number of further SETTINGS frames was sent, or the connection has
@@ -304,36 +366,60 @@ impl Connection {
             self.lifetime
                 .is_some_and(|lifetime| lifetime.is_retired(now)),
         );
+        if !self.is_settled() && now >= self.settings_deadline {
+            self.silent.set(true);
+            return self.abort("the peer has sent no SETTINGS frame");
+        }
         let health = &mut *self.health.borrow_mut();
+        health.update(now, self.io.bytes_read(), &self.streams);
         if self.streams.open.get() == 0 {
-            health.last_read = now;
+            health.silence = Duration::ZERO;
             self.slot.set(Class::BetweenExchanges);
             let idle = now.saturating_duration_since(health.last_used);
             return !self.retired.get() && idle < IDLE_TIMEOUT;
         }
         health.last_used = now;
-        let silence = health.silence(now, self.io.bytes_read());
-        if silence >= READ_IDLE_TIMEOUT {
+        if health.silence >= PROBE_INTERVAL && health.unread.0.is_none() {
             self.keep_until_read(1, ());
         }
-        let unread_since = self.streams.unread_since.get().unwrap_or(now);
-        let is_alive =
-            silence.max(now.saturating_duration_since(unread_since)) < 2 * READ_IDLE_TIMEOUT;
-        if !is_alive {
-            tracing::debug!("upstream connection closed: the peer acknowledges no SETTINGS frame");
-            self.task.abort();
+        self.silent.set(health.silence >= MAX_SILENCE);
+        if health.unread.1 >= UNREAD_TIMEOUT {
+            return self.abort("the peer acknowledges no SETTINGS frame");
         }
-        is_alive
+        if health.silence >= UNREAD_TIMEOUT && self.streams.live.get() == 0 {
+            return self.abort("the peer is silent");
+        }
+        true
+    }
+
+    /// Closes the connection. Returns that it does not stay in the pool.
+    fn abort(&self, reason: &str) -> bool {
+        tracing::debug!("upstream connection closed: {reason}");
+        self.task.abort();
+        self.io.release();
+        false
     }
 }
 
 impl Health {
-    /// For how long the peer has sent nothing.
-    fn silence(&mut self, now: Instant, bytes_read: u64) -> Duration {
-        if bytes_read != self.bytes_read {
-            (self.bytes_read, self.last_read) = (bytes_read, now);
+    /// Counts the time since the last check.
+    fn update(&mut self, now: Instant, bytes_read: u64, streams: &Streams) {
+        let passed = now.saturating_duration_since(self.checked);
+        let passed = passed.min(MAX_CHECK_INTERVAL);
+        self.checked = now;
+        if bytes_read == self.bytes_read {
+            self.silence += passed;
+        } else {
+            (self.bytes_read, self.silence) = (bytes_read, Duration::ZERO);
         }
-        now.saturating_duration_since(self.last_read)
+        let unread_since = streams.unread_since.get();
+        // A peer that is silent reads nothing.
+        let is_same = unread_since.is_some() && unread_since == self.unread.0;
+        if is_same && self.silence < MAX_SILENCE {
+            self.unread.1 += passed;
+        } else {
+            self.unread = (unread_since, Duration::ZERO);
+        }
     }
 }
 
@@ -341,6 +427,7 @@ impl Lease {
     fn new(connection: Rc<Connection>, request: Slot) -> Self {
         let streams = connection.streams.clone();
         streams.open.set(streams.open.get() + 1);
+        streams.live.set(streams.live.get() + 1);
         connection.slot.touch();
         connection.io.open_streams(streams.open.get());
         Self {
@@ -352,6 +439,7 @@ impl Lease {
                 places: None,
             }),
             is_open: Cell::new(false),
+            opened_as: Cell::new(0),
         }
     }
 
@@ -377,7 +465,22 @@ impl Lease {
             slot.places = places;
         }
         self.is_open.set(true);
+        if self.connection.io.is_settled() {
+            self.opened_as.set(self.connection.streams.open.get());
+        }
         Ok(opened)
+    }
+
+    /// Whether the peer may have refused the stream because of a limit that it had not told before.
+    pub fn was_over_limit(&self) -> bool {
+        let limit = self.connection.sender.borrow().current_max_send_streams();
+        let opened_as = self.opened_as.get();
+        opened_as == 0 || opened_as > limit
+    }
+
+    /// Whether the peer has sent SETTINGS that accept streams.
+    pub fn is_settled(&self) -> bool {
+        self.connection.io.is_settled()
     }
 
     /// The stream has ended on both sides, or the peer has reset it.
@@ -403,13 +506,10 @@ impl Lease {
             .is_extended_connect_protocol_enabled()
     }
 
-    /// Waits until the peer's SETTINGS have arrived: they precede its first acknowledgment. Returns
-    /// false if the connection has ended.
+    /// Waits until the peer's SETTINGS have arrived. Returns false if the connection has ended.
     pub async fn settled(&self) -> bool {
-        let connection = &self.connection;
-        let settled = connection.settled.get_or_init(|| connection.round_trip());
-        settled.await;
-        !matches!(connection.capacity(), Capacity::Closed)
+        self.connection.settled().await;
+        !matches!(self.connection.capacity(), Capacity::Closed)
     }
 
     /// Whether the peer has accepted the TLS handshake.
@@ -433,7 +533,10 @@ impl Drop for Lease {
         let connection = &self.connection;
         let streams = &connection.streams;
         connection.reused.set(true);
+        // `h2` keeps the last stream below the peer's limit until then: it would not be reset.
+        connection.capacity();
         self.record_held(0);
+        streams.live.set(streams.live.get() - 1);
         let slot = self.slot.take();
         if self.is_open.get() {
             // The first SETTINGS frame follows the reset. The second one follows the acknowledgment of
@@ -544,7 +647,9 @@ async fn open(
     let now = Instant::now();
     let health = Health {
         bytes_read: 0,
-        last_read: now,
+        checked: now,
+        silence: Duration::ZERO,
+        unread: (None, Duration::ZERO),
         last_used: now,
     };
     Ok(Rc::new(Connection {
@@ -555,7 +660,8 @@ async fn open(
         unread,
         reused: Cell::new(false),
         announced: Cell::new(false),
-        settled: OnceCell::new(),
+        settings_deadline: now + dialer.timeout.max(SETTINGS_TIMEOUT),
+        silent: Cell::new(false),
         health: RefCell::new(health),
         lifetime,
         retired: Cell::new(false),
@@ -575,6 +681,8 @@ struct Streams {
     limiter: Rc<Limiter>,
     /// Open ones, and those whose reset the peer has not read.
     open: Cell<usize>,
+    /// Those that are not reset.
+    live: Cell<usize>,
     /// The number of bytes that streams hold for receivers that do not read all at once.
     held: Cell<usize>,
     /// The part of the window that replaces them.
@@ -590,6 +698,7 @@ impl Streams {
         Self {
             limiter,
             open: Cell::new(0),
+            live: Cell::new(0),
             held: Cell::new(0),
             replaced: Cell::new(0),
             unread_since: Cell::new(None),
@@ -670,11 +779,12 @@ impl Barrier {
 
 /// The flow-control window of a connection. What a stream holds for its receiver takes nothing from the
 /// others: the window grows by as much, so a slow receiver slows its own stream only. That stream's
-/// window bounds the bytes, and its exchange is charged for them.
+/// window bounds the bytes. Its exchange is charged for them, or the window, which then grows while the
+/// caller may use memory for it, and never shrinks: the peer may use what it was granted.
 struct Window {
     /// The size without what replaces the bytes that streams hold.
     size: u32,
-    /// Charged for a window of the usual size. None: it is not charged.
+    /// Charged for the window. None: it is not charged.
     charge: Option<Charge>,
     streams: Rc<Streams>,
 }
@@ -703,16 +813,17 @@ impl Window {
             Some(task) => task.clone_from(cx.waker()),
             None => *task = Some(cx.waker().clone()),
         }
-        let is_larger = (self.size < STREAM_WINDOW)
-            && (self.charge.as_mut()).is_some_and(|charge| charge.try_grow(STREAM_WINDOW as usize));
-        if is_larger {
-            self.size = STREAM_WINDOW;
-        }
         let to_replace = self.streams.to_replace();
-        let is_changed = self.streams.replaced.replace(to_replace) != to_replace;
-        (is_larger || is_changed).then(|| {
+        let Some(charge) = &mut self.charge else {
+            let is_changed = self.streams.replaced.replace(to_replace) != to_replace;
             let size = self.size as usize + to_replace;
-            size.min(MAX_WINDOW) as u32
-        })
+            return is_changed.then(|| size.min(MAX_WINDOW) as u32);
+        };
+        let wanted = STREAM_WINDOW as usize + to_replace;
+        let is_larger = wanted > charge.amount() && charge.try_grow(wanted);
+        if is_larger {
+            self.streams.replaced.set(to_replace);
+        }
+        is_larger.then(|| wanted.min(MAX_WINDOW) as u32)
     }
 }

@@ -3,6 +3,8 @@
 
 use std::cell::{Cell, RefCell};
 
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
 use super::*;
 use crate::limits::deadline::parse_grpc_timeout;
 
@@ -45,6 +47,7 @@ fn call_ends_at_the_deadline_of_the_caller() {
             let (response, _) = response.unwrap();
             assert_local_reply(&response, 200, "timeout");
             assert_eq!(response.headers()["grpc-status"], "4");
+
             until(|| reset.take() == Some(Reason::CANCEL)).await;
         }
         // A response that has begun ends too.
@@ -104,6 +107,20 @@ fn passes_on_the_time_that_is_left() {
     });
 }
 
+fn retries_after_an_hour() -> Routes {
+    let retry = RetryPolicy {
+        statuses: vec![503],
+        attempts: 1,
+        backoff: Duration::from_secs(3600),
+    };
+    let rule = Rule {
+        to_destination: true,
+        retry: Some(Arc::new(retry)),
+        ..Rule::default()
+    };
+    Routes::new(vec![Match::default()], vec![Arc::new(rule)])
+}
+
 #[test]
 fn call_that_the_client_has_cancelled_is_not_sent_again() {
     on_worker(async {
@@ -119,18 +136,8 @@ fn call_that_the_client_has_cancelled_is_not_sent_again() {
             }
         })
         .await;
-        let retry = RetryPolicy {
-            statuses: vec![503],
-            attempts: 1,
-            backoff: Duration::from_secs(3600),
-        };
-        let rule = Rule {
-            to_destination: true,
-            retry: Some(Arc::new(retry)),
-            ..Rule::default()
-        };
-        let routes = Routes::new(vec![Match::default()], vec![Arc::new(rule)]);
-        let (mesh, destination) = Mesh::with_routes(&[address], Some(routes)).await;
+        let (mesh, destination) =
+            Mesh::with_routes(&[address], Some(retries_after_an_hour())).await;
         let mut client = mesh.client(&destination).await;
         let idle = Rc::strong_count(&destination);
         let (response, mut stream) = client.send_request(get("/fails"), false).unwrap();
@@ -140,6 +147,39 @@ fn call_that_the_client_has_cancelled_is_not_sent_again() {
         drop(response);
         // The proxy gives the request up, and does not wait for the time of the retry.
         until(|| Rc::strong_count(&destination) == idle).await;
+        assert_eq!(requests.get(), 1);
+    });
+}
+
+#[test]
+fn http1_request_whose_client_has_left_is_not_sent_again() {
+    on_worker(async {
+        let (listener, address) = listen().await;
+        let requests = Rc::new(Cell::new(0));
+        let count = requests.clone();
+        tokio::task::spawn_local(async move {
+            loop {
+                let (mut app, _) = listener.accept().await.unwrap();
+                let mut head = Vec::new();
+                while !head.ends_with(b"\r\n\r\n") {
+                    head.push(app.read_u8().await.unwrap());
+                }
+                count.set(count.get() + 1);
+                let failed = b"HTTP/1.1 503 Unavailable\r\nContent-Length: 0\r\n\r\n";
+                app.write_all(failed).await.unwrap();
+            }
+        });
+        let (mesh, destination) =
+            Mesh::with_routes(&[address], Some(retries_after_an_hour())).await;
+        let (mut client, stream) = connected().await;
+        let flow = mesh.flow(Direction::Outbound, &destination, Caller::App, &stream);
+        let served = crate::serve::http1::serve(Io::new(stream), flow);
+        let served = tokio::task::spawn_local(served);
+        let get = b"GET / HTTP/1.1\r\nHost: app\r\n\r\n";
+        client.write_all(get).await.unwrap();
+        until(|| mesh.metric("retries_total{direction=\"outbound\"}") == 1).await;
+        drop(client);
+        served.await.unwrap();
         assert_eq!(requests.get(), 1);
     });
 }

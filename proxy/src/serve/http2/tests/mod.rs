@@ -9,6 +9,7 @@ mod metrics;
 mod passing;
 mod raw;
 mod resets;
+mod silence;
 mod slow_readers;
 mod small_frames;
 
@@ -142,7 +143,20 @@ impl Mesh {
         caller: Caller,
     ) -> TcpStream {
         let (client, stream) = connected().await;
-        let flow = Flow {
+        let flow = self.flow(direction, destination, caller, &stream);
+        tokio::task::spawn_local(super::serve(Io::new(stream), flow));
+        client
+    }
+
+    /// The flow of a connection that the proxy has accepted.
+    fn flow(
+        &self,
+        direction: Direction,
+        destination: &Rc<Backend>,
+        caller: Caller,
+        stream: &TcpStream,
+    ) -> Rc<Flow> {
+        Rc::new(Flow {
             called_by: Default::default(),
             counted: Default::default(),
             slot: self.worker.slot(),
@@ -152,9 +166,7 @@ impl Mesh {
             original: destination.address().unwrap(),
             destination: destination.clone(),
             caller,
-        };
-        tokio::task::spawn_local(super::serve(Io::new(stream), Rc::new(flow)));
-        client
+        })
     }
 
     /// An outbound HTTP/2 connection through the proxy.

@@ -26,6 +26,8 @@ pub(super) struct Seen {
     /// The window that the peer has granted besides its first one: of the connection, or a stream.
     pub windows: RefCell<BTreeMap<u32, u64>>,
     pub pongs: Cell<usize>,
+    /// The number of SETTINGS frames.
+    pub settings: Cell<usize>,
     pub goaway: Cell<Option<u32>>,
     pub is_closed: Cell<bool>,
 }
@@ -158,7 +160,10 @@ fn receive(seen: &Seen, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec
         }
         HEADERS => seen.heads.borrow_mut().push(stream),
         RST_STREAM => drop(seen.resets.borrow_mut().insert(stream, code(0))),
-        SETTINGS if flags == 0 => return frame(SETTINGS, 1, 0, &[]),
+        SETTINGS if flags == 0 => {
+            seen.settings.set(seen.settings.get() + 1);
+            return frame(SETTINGS, 1, 0, &[]);
+        }
         PING if flags == 0 => return frame(PING, 1, 0, payload),
         PING => seen.pongs.set(seen.pongs.get() + 1),
         GOAWAY => seen.goaway.set(Some(code(4))),

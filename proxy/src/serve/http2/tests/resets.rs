@@ -203,34 +203,3 @@ fn requests_wait_until_the_app_has_read_the_resets_of_earlier_ones() {
         }
     });
 }
-
-#[test]
-fn closes_connection_of_endpoint_that_never_acknowledges_settings() {
-    on_worker(async {
-        let (listener, address) = listen().await;
-        let destination = Backend::alone(address);
-        let mut rng = fastrand::Rng::new();
-        let endpoint = destination.pick(&[], &mut rng).unwrap();
-        let pool = endpoint.pool();
-        let mut client = Mesh::new().client(&destination).await;
-        let (_call, mut stream) = client.send_request(get("/"), true).unwrap();
-        let _other_call = client.send_request(get("/"), true).unwrap();
-        let (app, _) = listener.accept().await.unwrap();
-        let mut app = Raw(app);
-        app.0.read_exact(&mut [0; PREFACE.len() - 9]).await.unwrap();
-        app.send(&frame(SETTINGS, 0, 0, &[])).await;
-        for _ in 0..2 {
-            app.wait_for(HEADERS).await.unwrap();
-        }
-        stream.send_reset(Reason::CANCEL);
-        app.wait_for(RST_STREAM).await.unwrap();
-        let now = Instant::now();
-        for (seconds, left) in [(10, 1), (39, 1), (41, 0)] {
-            // It is not silent.
-            app.send(&frame(PING, 0, 0, &[0; 8])).await;
-            app.wait_for(PING).await.unwrap();
-            pool.http2.maintain(now + Duration::from_secs(seconds));
-            assert_eq!(pool.http2.len(), left, "after {seconds} s");
-        }
-    });
-}
