@@ -4,10 +4,13 @@
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
+use std::pin::pin;
+use std::task::{Context, Waker};
 use std::time::Duration;
 
 use diy_mesh_controller::catalog::epoch;
 use diy_mesh_controller::hub::{Hub, Resources};
+use diy_mesh_controller::index::claims::{Claims, Subject};
 use diy_mesh_controller::index::dependencies;
 use diy_mesh_controller::index::object::{
     Change, Event, Key, Kind, Object, Resource, Service, ServicePort, Slice, SliceEndpoint,
@@ -76,7 +79,6 @@ struct Replica {
     watches: [Watch; 3],
     epoch: Option<u64>,
     is_restored: bool,
-    epochs: u64,
     epoch_read: Option<Instant>,
     /// The API server does not respond.
     is_cut_off: bool,
@@ -91,8 +93,7 @@ struct Watch {
     next: Instant,
     bookmark: Instant,
     must_list: bool,
-    /// Requests before the latest list, and the latest event since a request.
-    answered: u64,
+    /// The latest event since a claim of later ones.
     silent: Instant,
 }
 
@@ -105,7 +106,6 @@ impl Replica {
             next: now,
             bookmark: now,
             must_list: true,
-            answered: 0,
             silent: now,
         };
         Replica {
@@ -113,7 +113,6 @@ impl Replica {
             watches: [0, 1, 2].map(watch),
             epoch: None,
             is_restored: false,
-            epochs: 0,
             epoch_read: None,
             is_cut_off: false,
         }
@@ -124,16 +123,20 @@ impl Replica {
             return;
         }
         self.read_epoch(api, now);
-        let requests = self.hub.requests().borrow().clone();
+        let claims = self.hub.claims().clone();
         for (place, watch) in self.watches.iter_mut().enumerate() {
             let kind = KINDS[place];
-            let asked = requests.kinds[kind as usize];
-            if watch.answered == asked {
+            let subject = Subject::Kind(kind);
+            if !is_claimed(&claims, subject, watch.revision) {
                 watch.silent = now;
             }
-            watch.must_list |= now - watch.silent >= STALL_TIMEOUT;
             if now < watch.next || watch.is_broken {
                 continue;
+            }
+            let is_due = now - watch.silent >= STALL_TIMEOUT;
+            if is_due && claims.answer(subject, watch.revision, api.revision) {
+                // The watch starts again at its own version.
+                watch.is_stalled = false;
             }
             let is_list = std::mem::take(&mut watch.must_list);
             if is_list && api.revision < watch.revision {
@@ -146,7 +149,7 @@ impl Replica {
                 let object = object(place, api.latest(place));
                 let change = Change::Reset(kind, object);
                 events.push((change, api.revision));
-                (watch.answered, watch.is_stalled) = (asked, false);
+                watch.is_stalled = false;
             } else if !watch.is_stalled {
                 let new = api.log.iter().filter(|write| write.0 > watch.revision);
                 for (revision, _, write) in new.filter(|write| write.1 == place) {
@@ -172,14 +175,15 @@ impl Replica {
     }
 
     fn read_epoch(&mut self, api: &mut Api, now: Instant) {
-        let epochs = self.hub.requests().borrow().epochs;
-        let is_requested = self.is_restored || epochs != self.epochs;
+        let (claims, known) = (self.hub.claims(), self.epoch.unwrap_or_default());
+        let is_requested = self.is_restored || is_claimed(claims, Subject::Epoch, known);
         let interval = EPOCH_INTERVALS[usize::from(!is_requested)];
         if self.epoch_read.is_some_and(|read| now - read < interval) {
             return;
         }
-        (self.epoch_read, self.epochs) = (Some(now), epochs);
+        self.epoch_read = Some(now);
         let epoch = epoch::next(self.epoch, self.is_restored, api.epoch, api.seconds());
+        claims.answer(Subject::Epoch, known, epoch);
         if epoch > api.epoch {
             api.store(epoch);
         }
@@ -191,6 +195,13 @@ impl Replica {
             }
         }
     }
+}
+
+/// Whether a subscriber claims to know of a later version.
+fn is_claimed(claims: &Claims, subject: Subject, seen: u64) -> bool {
+    let claimed = pin!(claims.later_than(subject, seen));
+    let mut context = Context::from_waker(Waker::noop());
+    claimed.poll(&mut context).is_ready()
 }
 
 /// The objects of a kind after a write: what identifies the cluster, and what contains the number.
