@@ -10,7 +10,7 @@ mod support;
 
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;

@@ -324,7 +324,7 @@ fn prepare() -> Result<(Vec<String>, Mounted), String> {
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
     enter_namespace()?;
     static RESPONSES: LazyLock<Responses> = LazyLock::new(Responses::default);
-    accept_streams(100, Some(&RESPONSES));
+    accept_streams(APP.1, 100, Some(&RESPONSES));
     Ok(start_controller())
 }
 

@@ -45,6 +45,8 @@ const PROXY_GROUP: u32 = 1337;
 const APP: ([u8; 4], u16) = ([10, 0, 0, 1], 9999);
 /// The port of a Service, as the application uses it.
 const SERVICE: u16 = 30_000;
+/// The port of a server that discovery does not know, as the application uses it.
+const OUTSIDE: u16 = 30_001;
 
 fn run(command: &str) -> Result<(), String> {
     let mut words = command.split(' ');
@@ -60,14 +62,15 @@ fn run(command: &str) -> Result<(), String> {
 }
 
 /// Moves this thread to a network namespace where connections to [`APP`] and to the next ports are
-/// redirected, as inbound ones, and those to [`SERVICE`] as outbound ones.
+/// redirected, as inbound ones, and those to [`SERVICE`] and [`OUTSIDE`] as outbound ones.
 fn enter_namespace() -> Result<(), String> {
     unshare(CloneFlags::CLONE_NEWNET)
         .map_err(|error| format!("cannot create a namespace: {error}"))?;
     run("ip link set lo up")?;
     run("ip address add 10.0.0.1/32 dev lo")?;
     let inbound = format!("{}:20000", APP.1);
-    for (ports, to) in [(inbound, 4000), (SERVICE.to_string(), 5000)] {
+    let outbound = format!("{SERVICE}:{OUTSIDE}");
+    for (ports, to) in [(inbound, 4000), (outbound, 5000)] {
         run(&format!(
             "iptables -w -t nat -A OUTPUT -p tcp --dport {ports} -m owner ! --gid-owner {PROXY_GROUP} -j REDIRECT --to-ports {to}"
         ))?;
@@ -253,10 +256,10 @@ impl Responses {
     }
 }
 
-/// An application that accepts `max_streams` HTTP/2 requests on each connection. Responds to none if
-/// there are no `responses`.
-fn accept_streams(max_streams: u32, responses: Option<&'static Responses>) {
-    let listener = std::net::TcpListener::bind(SocketAddr::from(APP)).unwrap();
+/// An application that accepts `max_streams` HTTP/2 requests on each connection to this port. Responds
+/// to none if there are no `responses`.
+fn accept_streams(port: u16, max_streams: u32, responses: Option<&'static Responses>) {
+    let listener = std::net::TcpListener::bind(SocketAddr::from((APP.0, port))).unwrap();
     listener.set_nonblocking(true).unwrap();
     let serve = async move {
         let listener = tokio::net::TcpListener::from_std(listener).unwrap();
@@ -335,28 +338,39 @@ fn requests(flags: u8, head: &[u8]) -> Vec<u8> {
 #[test]
 fn unread_responses_over_http2_stay_within_the_memory_limit() {
     static RESPONSES: LazyLock<Responses> = LazyLock::new(Responses::default);
+    leave_unread(APP.1, &RESPONSES);
+}
+
+#[test]
+fn unread_responses_of_servers_outside_stay_within_the_memory_limit() {
+    static RESPONSES: LazyLock<Responses> = LazyLock::new(Responses::default);
+    leave_unread(OUTSIDE, &RESPONSES);
+}
+
+/// Requests many responses of the server at this port, and reads none.
+fn leave_unread(port: u16, responses: &'static Responses) {
     if let Err(reason) = enter_namespace() {
         return skip(&reason);
     }
-    accept_streams(100, Some(&RESPONSES));
+    accept_streams(port, 100, Some(responses));
     let proxy = Proxy::start();
     // GET / of http://a.
     let attack = requests(END_HEADERS | END_STREAM, b"\x82\x84\x86\x41\x01a");
     let accepted: Vec<_> = (0..100)
         .filter_map(|number| {
-            let mut stream = connect(number).ok()?;
+            let mut stream = connect_to(number, port).ok()?;
             stream.write_all(&attack).ok()?;
             is_acknowledged(&stream).then_some(stream)
         })
         .collect();
-    let begun = || RESPONSES.begun.load(Relaxed);
+    let begun = || responses.begun.load(Relaxed);
     // The proxy serves other connections, and takes no more of these responses.
     proxy.wait("the application cannot send more", || {
-        let sent = RESPONSES.sent.load(Relaxed);
+        let sent = responses.sent.load(Relaxed);
         for _ in 0..50 {
             is_served();
         }
-        begun() >= 300 && RESPONSES.sent.load(Relaxed) == sent
+        begun() >= 300 && responses.sent.load(Relaxed) == sent
     });
     let (count, peak) = (accepted.len(), proxy.peak() / MIB);
     assert!(
@@ -373,7 +387,7 @@ fn streams_without_an_end_stay_within_the_memory_limit() {
     if let Err(reason) = enter_namespace() {
         return skip(&reason);
     }
-    accept_streams(u32::MAX, None);
+    accept_streams(APP.1, u32::MAX, None);
     let proxy = Proxy::start();
     // POST / of http://a, whose body does not follow.
     let attack = requests(END_HEADERS, b"\x83\x84\x86\x41\x01a");
