@@ -166,7 +166,7 @@ codes! {
         "the log and `/ready` of the callee's proxy; the controller";
     InvalidToken: "invalid-token", &[401], Some(Grpc::Unauthenticated),
         "the request has a bearer token, and no AuthorizationPolicy at the port accepts it",
-        "the body: it says what is wrong with the token; the policy is in the log of the callee's proxy; `spec.issuers`";
+        "the body: it says what is wrong with the token, but not which issuers, audiences and keys are accepted; the reason and the policy are in the log of the callee's proxy; `spec.issuers`";
     Denied: "denied", &[403], Some(Grpc::PermissionDenied),
         "the AuthorizationPolicies of the pod do not allow the call",
         "the body: it names policy and rule to callers of the same namespace; to others it tells an identifier, which the log of the callee's proxy has with them";

@@ -117,7 +117,7 @@ impl Flows {
             handshakes: by_direction_and(
                 r,
                 "tls_handshakes",
-                "TLS handshakes with other proxies, by result: those answered in plaintext have sent the application's first bytes unencrypted, and opened a connection of the application that carries nothing",
+                "TLS handshakes with other proxies, by result; plaintext: the server's application has answered a late ClientHello",
                 "result",
                 HandshakeResult::NAMES,
             ),
