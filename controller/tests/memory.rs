@@ -25,6 +25,8 @@ const ORDINARY_PODS: usize = 20_000;
 const LARGE_PODS: usize = 30;
 /// Of each kind of custom resources: just below the limit of an object, and just above.
 const POLICIES: usize = 10;
+/// The kinds of custom resources that the cluster has.
+const INSTALLED: [&str; 3] = ["authorizationpolicies", "trafficpolicies", "httproutes"];
 const TIMEOUT: Duration = Duration::from_secs(600);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -137,7 +139,11 @@ async fn respond(mut stream: TcpStream, texts: &Texts) -> std::io::Result<()> {
     let number = |name: &str| parameter(name).and_then(|value| value.parse::<usize>().ok());
     let (count, object): (usize, fn(&Texts, usize) -> String) = match plural {
         "pods" => (LARGE_PODS + ORDINARY_PODS, Texts::pod),
-        "authorizationpolicies" | "trafficpolicies" | "httproutes" => (2 * POLICIES, Texts::policy),
+        kind if INSTALLED.contains(&kind) => (2 * POLICIES, Texts::policy),
+        "customresourcedefinitions" => {
+            let is_installed = INSTALLED.iter().any(|kind| query.contains(kind));
+            (usize::from(is_installed), Texts::definition)
+        }
         "services" | "endpointslices" | "nodes" => (0, Texts::policy),
         _ => {
             let status = json!({"apiVersion": "v1", "kind": "Status", "status": "Failure",
@@ -155,7 +161,7 @@ async fn respond(mut stream: TcpStream, texts: &Texts) -> std::io::Result<()> {
         return std::future::pending().await;
     }
     let first = number("continue").unwrap_or_default();
-    let end = count.min(first + number("limit").unwrap());
+    let end = count.min(first + number("limit").unwrap_or(count));
     stream.write_all(b"{\"items\": [").await?;
     for number in first..end {
         let separator = if number == first { "" } else { "," };
@@ -195,6 +201,14 @@ impl Texts {
             variables: json!(variables).to_string(),
             rules: [500_000, 620_000].map(rules),
         }
+    }
+
+    fn definition(&self, _: usize) -> String {
+        let versions = ["v1", "v1alpha1"].map(|name| json!({"name": name, "served": true}));
+        let established = json!({"type": "Established", "status": "True"});
+        json!({"metadata": {"name": "definition", "resourceVersion": "5"},
+            "spec": {"versions": versions}, "status": {"conditions": [established]}})
+        .to_string()
     }
 
     /// The first ones have 1.4 MB, as many as etcd stores.

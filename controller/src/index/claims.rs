@@ -2,7 +2,7 @@
 //! source has found their claims to be true. Plain values.
 //!
 //! A position is what a client says, and each claim of a later one costs a request to the API server.
-//! So a caller whose claim was false causes none for [`SUSPENSION`].
+//! So a caller whose claim was false causes none for ten minutes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
