@@ -134,7 +134,7 @@ fn mesh_uninstall_waits_for_pods_and_keeps_identities_and_policies_until_purge()
         let refused = run_mesh(&["uninstall", "--purge"])?;
         let error = String::from_utf8_lossy(&refused.stderr);
         ensure!(
-            error.contains("1 object of others") && error.contains("\n  Secret of-others\n"),
+            error.contains("1 object of others") && error.contains("\n    Secret of-others\n"),
             "{error}"
         );
         kubectl(&["delete", "secret", "of-others", "-n", MESH])?;

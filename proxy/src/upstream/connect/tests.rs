@@ -342,17 +342,3 @@ async fn queues_and_connect_share_one_timeout() {
     assert!(refused.is_err());
     assert_eq!(begun.elapsed(), Duration::from_secs(3));
 }
-
-#[tokio::test]
-async fn urgent_data_stays_in_the_stream() {
-    let (near, far) = diy_mesh_testkit::net::connected().await;
-    set_options(SockRef::from(&near), Duration::ZERO).unwrap();
-    let far = far.into_std().unwrap();
-    let far = SockRef::from(&far);
-    far.send(b"abc").unwrap();
-    far.send_out_of_band(b"!").unwrap();
-    far.send(b"def").unwrap();
-    let (mut near, mut read) = (Io::new(near), [0; 7]);
-    near.read_exact(&mut read).await.unwrap();
-    assert_eq!(&read, b"abc!def");
-}

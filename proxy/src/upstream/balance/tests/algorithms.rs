@@ -251,10 +251,12 @@ fn endpoints_of_the_own_zone_are_preferred_while_they_are_healthy() {
         );
         endpoints.zones.set_zone("a");
         assert!(own(&mut endpoints) > 1900);
-        for host in 1..=3 {
-            quarantine(&endpoints.endpoint(host));
-        }
-        assert_eq!(own(&mut endpoints), 0);
+        // A quarantine lasts a second, which may pass on a slow machine.
+        let picks_own = |_: &i32| {
+            (1..=3).for_each(|host| quarantine(&endpoints.endpoint(host)));
+            endpoints.host(None) <= 3
+        };
+        assert_eq!((0..2000).filter(picks_own).count(), 0);
         for host in 1..=3 {
             endpoints.endpoint(host).judgement.reset(Instant::now());
         }
@@ -268,10 +270,12 @@ fn endpoints_of_the_own_zone_are_preferred_while_they_are_healthy() {
 #[test]
 fn zone_without_enough_healthy_endpoints_shares_its_requests() {
     let mut endpoints = Endpoints::new(&zoned(&Algorithm::PeakEwma), 7);
-    quarantine(&endpoints.endpoint(1));
-    quarantine(&endpoints.endpoint(2));
     endpoints.zones.set_zone("a");
-    let own = (0..4000).filter(|_| endpoints.host(None) == 3).count();
+    let picks_own = |_: &i32| {
+        (1..=2).for_each(|host| quarantine(&endpoints.endpoint(host)));
+        endpoints.host(None) == 3
+    };
+    let own = (0..4000).filter(picks_own).count();
     // 1.4 times a third, of 97%.
     assert!((1650..1970).contains(&own), "{own} of 4000");
 }
