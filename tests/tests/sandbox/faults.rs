@@ -81,6 +81,8 @@ drop() {
 delay() {
     setsid sandbox-delay 1 50 > /tmp/overtaken 2>&1 &
     echo $! > /tmp/delay
+    # It outlives this command once it has a session of its own.
+    until [[ $(< /proc/$!/comm) = sandbox-delay ]]; do sleep 0.01; done
     iptables -A INPUT ! -i lo -p tcp -j NFQUEUE --queue-num 1 --queue-bypass &&
     iptables -A OUTPUT ! -o lo -p tcp -j NFQUEUE --queue-num 1 --queue-bypass
 }
