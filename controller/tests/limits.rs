@@ -87,6 +87,13 @@ async fn unfinished_handshakes_do_not_delay_a_proxy_of_another_address() {
 #[tokio::test]
 async fn proxies_behind_one_address_all_get_in() {
     let sandbox = Arc::new(Sandbox::start(&[]).await);
+    eventually("the catalog is synced", async || {
+        match sandbox.admin("/ready").await {
+            (200, _) => Ok(()),
+            (_, reason) => Err(reason),
+        }
+    })
+    .await;
     let proxies = (0..2000).map(|uid| {
         let sandbox = sandbox.clone();
         tokio::spawn(async move {
