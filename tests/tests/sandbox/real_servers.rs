@@ -60,7 +60,7 @@ fn redis_and_memcached_answer_each_new_connection() {
     assert_eq!(run(&sandbox, &client, set), expected);
     // Each request has a connection of its own.
     let burst = format!(
-        "redis-benchmark -h redis.data -t ping_inline -n {BURST} -c {BURST} -k 0 -q; redis-cli -h redis.data info stats"
+        "redis-benchmark -h redis.data -t ping_inline -n {BURST} -c 20 -k 0 -q; redis-cli -h redis.data info stats"
     );
     let output = run(&sandbox, &client, &burst);
     assert!(output.contains("requests per second"), "{output}");
