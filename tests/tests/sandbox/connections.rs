@@ -202,3 +202,26 @@ fn requests_follow_a_tcp_route_until_an_http_route_is_for_them() {
     sandbox.delete("HTTPRoute", "shop", "web").unwrap();
     until("2.0");
 }
+
+/// All connections of a burst are open before its first line is read.
+#[test]
+fn burst_of_server_first_connections_resets_none() {
+    let Some(sandbox) = with_mesh(&format!("{}---{}", databases(), shell(MESHED))) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    let script = "
+        for burst in {1..5}; do
+            connections=()
+            for i in {1..100}; do
+                exec {opened}<>/dev/tcp/db.shop/9000 && connections+=($opened)
+            done
+            for connection in ${connections[@]}; do
+                line=
+                read -r line <&$connection; echo \"$line\"
+            done
+        done";
+    let output = run(&sandbox, &client, script);
+    let served = output.lines().filter(|line| *line == "one").count();
+    assert_eq!(served, 500, "{output}");
+}

@@ -18,6 +18,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use super::session::{Buffered, Kernel, Session};
+use super::turns::Turns;
 use crate::error::Failure;
 use crate::limits::memory::Charge;
 
@@ -71,6 +72,7 @@ pub struct Handshake {
     received: usize,
     /// Charged for what the handshake holds.
     memory: Charge,
+    turns: Turns,
 }
 
 enum Connection {
@@ -103,8 +105,17 @@ impl Handshake {
         Self::new(Connection::Server(connection), incoming, memory)
     }
 
+    /// Takes turns with the other handshakes of the worker.
+    pub fn in_turn(self, turns: &Turns) -> Self {
+        Self {
+            turns: turns.clone(),
+            ..self
+        }
+    }
+
     fn new(connection: Connection, incoming: BytesMut, memory: Charge) -> Self {
         Self {
+            turns: Turns::default(),
             received: incoming.len(),
             memory,
             connection,
@@ -122,7 +133,7 @@ impl Handshake {
         stream: &mut TcpStream,
         plaintext: &mut BytesMut,
     ) -> io::Result<(Negotiated, Session)> {
-        poll_fn(|cx| self.poll(cx, stream, plaintext)).await?;
+        self.exchange_messages(stream, plaintext).await?;
         let Self {
             connection,
             incoming,
@@ -156,13 +167,15 @@ impl Handshake {
         Ok((negotiated, session))
     }
 
-    fn poll(
+    async fn exchange_messages(
         &mut self,
-        cx: &mut Context<'_>,
         stream: &mut TcpStream,
         plaintext: &mut BytesMut,
-    ) -> Poll<io::Result<()>> {
+    ) -> io::Result<()> {
         loop {
+            if !self.incoming.is_empty() {
+                self.turns.next().await;
+            }
             let state = match self.advance(plaintext) {
                 Ok(state) => state,
                 Err(error) => {
@@ -172,30 +185,35 @@ impl Handshake {
                     while self.connection.common().wants_write() {
                         let _ = self.step(plaintext).1;
                     }
-                    let _ = self.poll_flush(cx, stream);
-                    return Poll::Ready(Err(invalid_data(error)));
+                    poll_fn(|cx| Poll::Ready(self.poll_flush(cx, stream).is_ready())).await;
+                    return Err(invalid_data(error));
                 }
             };
             match state {
-                State::Done => return Poll::Ready(Ok(())),
-                State::Closed => return Poll::Ready(Err(unexpected_eof())),
+                State::Done => return Ok(()),
+                State::Closed => return Err(unexpected_eof()),
                 State::Handshaking => {}
             }
             self.check_memory()?;
-            ready!(self.poll_flush(cx, stream))?;
-            let mut piece = [0; 4096];
-            let mut buf = ReadBuf::new(&mut piece);
-            ready!(Pin::new(&mut *stream).poll_read(cx, &mut buf))?;
-            if buf.filled().is_empty() {
-                return Poll::Ready(Err(unexpected_eof()));
-            }
-            if self.received == 0 && self.is_answered_in_plaintext(buf.filled()) {
-                let peer = stream.peer_addr()?;
-                return Poll::Ready(Err(io::Error::other(Failure::PlaintextAnswer(peer))));
-            }
-            self.received += buf.filled().len();
-            self.incoming.extend_from_slice(buf.filled());
+            poll_fn(|cx| self.poll_flush(cx, stream)).await?;
+            poll_fn(|cx| self.poll_read(cx, stream)).await?;
         }
+    }
+
+    fn poll_read(&mut self, cx: &mut Context<'_>, stream: &mut TcpStream) -> Poll<io::Result<()>> {
+        let mut piece = [0; 4096];
+        let mut buf = ReadBuf::new(&mut piece);
+        ready!(Pin::new(&mut *stream).poll_read(cx, &mut buf))?;
+        if buf.filled().is_empty() {
+            return Poll::Ready(Err(unexpected_eof()));
+        }
+        if self.received == 0 && self.is_answered_in_plaintext(buf.filled()) {
+            let peer = stream.peer_addr()?;
+            return Poll::Ready(Err(io::Error::other(Failure::PlaintextAnswer(peer))));
+        }
+        self.received += buf.filled().len();
+        self.incoming.extend_from_slice(buf.filled());
+        Poll::Ready(Ok(()))
     }
 
     /// Whether the first bytes of a server are no TLS record.

@@ -19,6 +19,7 @@ mod session_tests;
 pub(crate) mod tests;
 #[cfg(test)]
 mod truncation_tests;
+mod turns;
 #[cfg(test)]
 mod write_tests;
 
@@ -57,6 +58,7 @@ pub use handshake::{Handshake, Negotiated};
 pub use hello::{Hello, inspect, server_name};
 pub use origination::parse_roots;
 pub use session::{Acceptance, Buffered, Kernel, Session};
+pub use turns::Turns;
 
 /// Maximum number of stored sessions for one identity and protocol, keyed by endpoint.
 const MAX_SESSIONS: usize = 32;
@@ -105,6 +107,7 @@ pub struct Tls {
     configs: RefCell<Option<Rc<Configs>>>,
     /// The addresses of other proxies.
     known: RefCell<KnownPeers>,
+    turns: Turns,
 }
 
 /// TLS configurations of one set of credentials.
@@ -129,6 +132,7 @@ impl Tls {
             metrics,
             configs: RefCell::new(None),
             known: RefCell::default(),
+            turns: Turns::default(),
         }
     }
 
@@ -151,6 +155,11 @@ impl Tls {
     /// The timeouts of the sockets and handshakes of new connections.
     pub fn timeouts(&self) -> &Timeouts {
         &self.timeouts
+    }
+
+    /// The turns of the worker's handshakes.
+    pub fn turns(&self) -> &Turns {
+        &self.turns
     }
 
     /// Runs the client handshake with an endpoint, whose certificate must have the identity
@@ -247,6 +256,7 @@ impl Tls {
         direction: Direction,
     ) -> Pin<Box<impl Future<Output = io::Result<(Io, Negotiated)>>>> {
         let limit = self.timeouts.tls_handshake;
+        let handshake = handshake.in_turn(&self.turns);
         Box::pin(async move {
             let ended = timeout(limit, io.secure(handshake))
                 .await

@@ -469,7 +469,8 @@ impl<'a> Dialer<'a> {
             slot,
         } = *self;
         let address = remote.address;
-        let io = connect(address, tls.timeouts().tcp_user, deadline).await?;
+        let connect = || connect(address, tls, deadline, remote.identity.is_some());
+        let io = connect().await?;
         let memory = || Charge::new(slot.clone());
         let secured = match (&remote.tls, &remote.identity) {
             (Some(server), _) => {
@@ -485,7 +486,7 @@ impl<'a> Dialer<'a> {
                     match timeout_at(deadline, secured).await {
                         Ok(Err(Failure::PlaintextAnswer(_))) if repeats < MAX_REPEATS => {
                             repeats += 1;
-                            io = connect(address, tls.timeouts().tcp_user, deadline).await?;
+                            io = connect().await?;
                         }
                         ended => break ended,
                     }
@@ -508,10 +509,17 @@ fn is_own(io: &Io) -> bool {
 
 async fn connect(
     address: SocketAddr,
-    user_timeout: Duration,
+    tls: &Tls,
     deadline: tokio::time::Instant,
+    is_meshed: bool,
 ) -> Result<Io, Failure> {
-    let connected = timeout_at(deadline, TcpStream::connect(address)).await;
+    let connecting = async {
+        if is_meshed {
+            tls.turns().next().await;
+        }
+        TcpStream::connect(address).await
+    };
+    let connected = timeout_at(deadline, connecting).await;
     let connected = connected.unwrap_or_else(|elapsed| Err(elapsed.into()));
     let stream = connected.map_err(|source| match source.kind() {
         io::ErrorKind::TimedOut => Failure::ConnectTimeout(address),
@@ -521,7 +529,7 @@ async fn connect(
         },
     })?;
     // A socket whose peer has gone already refuses options; the first read will tell.
-    let _ = set_options(SockRef::from(&stream), user_timeout);
+    let _ = set_options(SockRef::from(&stream), tls.timeouts().tcp_user);
     Ok(Io::new(stream))
 }
 
