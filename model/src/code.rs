@@ -123,7 +123,7 @@ codes! {
         "the upstream responded with a status that the route retries, and no other attempt was possible",
         "the application; `spec.rules.retry` of the route";
     UpstreamMalformed: "upstream-malformed", &[502], Some(Grpc::Unavailable),
-        "the response is not valid HTTP",
+        "the response is not valid HTTP, or its header or trailer section exceeds 64 KiB (8 RESOURCE_EXHAUSTED then)",
         "the application: if it does not speak HTTP at this port, list the port in `diy-service-mesh/opaque-ports` of its pod";
     RateLimited: "rate-limited", &[429], Some(Grpc::ResourceExhausted),
         "the request exceeds a rate limit of the pod; `Retry-After` and `grpc-retry-pushback-ms` name the time until the next one",
@@ -132,7 +132,7 @@ codes! {
         "the request violates HTTP, or is ambiguous",
         "the client; the body names the rule";
     HeadersTooLarge: "headers-too-large", &[431], Some(Grpc::ResourceExhausted),
-        "the header exceeds 64 KiB or 128 fields",
+        "the header section exceeds 64 KiB or 128 fields, or the trailer section 64 KiB",
         "the client, for example large cookies";
     TooLargeToMatch: "too-large-to-match", &[431, 414], Some(Grpc::ResourceExhausted),
         "the regular expressions of routes, faults or rate limits would judge more than 1 MiB of the request; a byte counts for each expression; 414 for path and query",

@@ -7,10 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use diy_mesh_model::code::Code;
+use diy_mesh_model::code::{Code, Grpc};
 use diy_mesh_proto::authorization::Denial;
 use http::{HeaderName, HeaderValue, StatusCode};
 use thiserror::Error;
+
+use crate::http::too_large::TooLarge;
 
 /// Why the proxy did not forward a request or a connection, or could not complete it.
 #[derive(Clone, Debug, Error)]
@@ -105,6 +107,14 @@ pub enum Failure {
         /// The violation.
         reason: String,
     },
+    /// A section of the upstream's response exceeds a limit.
+    #[error("{address} sent a malformed HTTP response: {}", limit.message())]
+    UpstreamTooLarge {
+        /// The endpoint.
+        address: SocketAddr,
+        /// The limit.
+        limit: TooLarge,
+    },
     /// The client sends more requests than the pod accepts.
     #[error(
         "rate limit {}: the next request is possible in {} ms",
@@ -115,9 +125,9 @@ pub enum Failure {
     /// The client's request violates RFC 9112 or RFC 9113.
     #[error("malformed request: {0}")]
     BadRequest(&'static str),
-    /// The request's header section exceeds the limit.
-    #[error("the header section is over {0} bytes")]
-    HeadersTooLarge(usize),
+    /// A section of the request exceeds a limit.
+    #[error("{}", .0.message())]
+    HeadersTooLarge(TooLarge),
     /// The expressions of routes, faults or rate limits would judge too many bytes of the request.
     #[error(
         "{} is too large: the expressions of routes and rate limits judge at most {MAX_JUDGED} bytes \
@@ -333,6 +343,9 @@ impl Failure {
 
     /// The gRPC status code that a gRPC client gets.
     pub fn grpc_status(&self) -> u8 {
+        if let Self::UpstreamTooLarge { .. } = self {
+            return Grpc::ResourceExhausted as u8;
+        }
         let own = self.code().grpc().map(|grpc| grpc as u8);
         own.unwrap_or_else(|| grpc_status(self.status()))
     }
@@ -412,6 +425,7 @@ impl Failure {
                 | Self::NoSettings(_)
                 | Self::UpstreamClosed { .. }
                 | Self::UpstreamMalformed { .. }
+                | Self::UpstreamTooLarge { .. }
                 | Self::Handshake { .. }
                 | Self::PlaintextAnswer(_)
                 | Self::Timeout(Limit::Attempt)
@@ -432,7 +446,9 @@ impl Failure {
             Self::Connect { .. } => Code::ConnectFailed,
             Self::ConnectTimeout(_) | Self::NoSettings(_) => Code::ConnectTimeout,
             Self::UpstreamClosed { .. } => Code::UpstreamClosed,
-            Self::UpstreamMalformed { .. } => Code::UpstreamMalformed,
+            Self::UpstreamMalformed { .. } | Self::UpstreamTooLarge { .. } => {
+                Code::UpstreamMalformed
+            }
             Self::RateLimited(_) => Code::RateLimited,
             Self::BadRequest(_) => Code::BadRequest,
             Self::HeadersTooLarge(_) => Code::HeadersTooLarge,

@@ -413,6 +413,10 @@ fn rejects_malformed_requests_with_reason() {
             "GET / HTTP/1.1\r\nHost: a\r\nX: {}\r\n\r\n",
             "y".repeat(70_000)
         );
+        let many = format!(
+            "GET / HTTP/1.1\r\nHost: a\r\n{}\r\n",
+            "X: y\r\n".repeat(129)
+        );
         for (request, status, reason) in [
             ("GET / HTTP/1.1\r\n\r\n", "400", "the Host field is missing"),
             (
@@ -446,7 +450,8 @@ fn rejects_malformed_requests_with_reason() {
                 "a field's name is not a token",
             ),
             ("GET / HTTP/1.1\nHost: a\n\n", "400", "without CR LF"),
-            (long.as_str(), "431", "over 65536 bytes"),
+            (long.as_str(), "431", "header section is over 65536 bytes"),
+            (many.as_str(), "431", "header section has over 128 fields"),
         ] {
             let mut client = mesh.connect_to(address).await;
             write(&mut client, request).await;

@@ -219,6 +219,11 @@ impl Batched {
         self.1.unsettled.take().into_iter().for_each(Waker::wake);
     }
 
+    /// Whether the peer has sent too large a header block: the connection has to end.
+    pub fn is_over_limit(&self) -> bool {
+        self.0.borrow().frames.is_over_limit()
+    }
+
     /// Whether the peer's SETTINGS have arrived.
     pub fn is_settled(&self) -> bool {
         self.0.borrow().frames.settings() > 0
@@ -326,6 +331,11 @@ impl AsyncRead for Batched {
     ) -> Poll<io::Result<()>> {
         let inner = &mut *self.0.borrow_mut();
         while inner.complete == 0 {
+            if inner.frames.is_over_limit() {
+                // The task of the connection ends it.
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
             if inner.left_to_read == 0 {
                 cx.waker().wake_by_ref();
                 return Poll::Pending;

@@ -1,6 +1,8 @@
 //! The frames that an HTTP/2 connection receives, below `h2`. It removes empty DATA frames, which change
 //! nothing: `h2` accepts 100 of them on a connection, and some servers send one for each response. It
-//! also counts SETTINGS frames. It reads the heads of frames only, and leaves every judgement to `h2`.
+//! also counts SETTINGS frames, and keeps header blocks until they are complete: `h2` holds what it has
+//! decoded of one, which is larger, and is not charged. It reads the heads of frames only, and leaves
+//! every other judgement to `h2`.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -14,6 +16,12 @@ pub const PREFACE_LENGTH: usize = 24;
 /// ones, and closes the connection.
 const MAX_REMOVED: u32 = 10_000;
 const REMOVAL_INTERVAL: Duration = Duration::from_secs(1);
+/// The maximum size of a header block, with the heads of its frames. A field of it has at most 8/5 of
+/// that (RFC 7541, appendix B), 448 KiB: from trailers, `h2` drops without a notice what exceeds its
+/// limit for the list of fields, [`MAX_HEADER_LIST`]. What it keeps is over the proxy's own limit then.
+///
+/// [`MAX_HEADER_LIST`]: super::connect::http2::MAX_HEADER_LIST
+const MAX_HEADER_BLOCK: usize = 280 * 1024;
 /// The maximum number of streams whose peer has not got back the window that its padding has used.
 const MAX_PADDED_STREAMS: usize = 1_000;
 
@@ -38,6 +46,10 @@ pub struct Frames {
     settings: u64,
     /// A header block continues in the next frame.
     in_header_block: bool,
+    /// The size of the header block so far.
+    header_block: usize,
+    /// The number of bytes of an incomplete header block that were read already.
+    waiting: usize,
     /// The frames that were removed since `since`.
     removed: u32,
     since: Instant,
@@ -53,15 +65,19 @@ impl Frames {
             removing: 0,
             settings: 0,
             in_header_block: false,
+            header_block: 0,
+            waiting: 0,
             removed: 0,
             since: Instant::now(),
             used: BTreeMap::new(),
         }
     }
 
-    /// Removes the empty DATA frames. Returns the number of bytes before an incomplete head, which stays.
+    /// Removes the empty DATA frames. Returns the number of bytes before what is incomplete, which stays:
+    /// a head, or a header block of several frames.
     pub fn filter(&mut self, bytes: &mut BytesMut) -> usize {
-        let (mut read, mut kept) = (0, 0);
+        let (mut read, mut kept) = (self.waiting, self.waiting);
+        let mut block = self.in_header_block.then_some(0);
         loop {
             let rest = bytes.len() - read;
             if self.removing > 0 {
@@ -78,6 +94,10 @@ impl Frames {
                 self.passing -= passed;
             } else if !self.next(&bytes[read..]) {
                 break;
+            } else if !self.in_header_block {
+                block = None;
+            } else if block.is_none() {
+                block = Some(kept);
             }
             if read == bytes.len() {
                 break;
@@ -88,7 +108,9 @@ impl Frames {
             bytes.copy_within(read.., kept);
             bytes.truncate(end);
         }
-        kept
+        let complete = block.unwrap_or(kept);
+        self.waiting = kept - complete;
+        complete
     }
 
     /// The number of SETTINGS frames of the peer so far.
@@ -96,7 +118,12 @@ impl Frames {
         self.settings
     }
 
-    /// Reads the head of the next frame. Returns false if it is incomplete.
+    /// Whether a header block is over the limit. No further frame passes.
+    pub fn is_over_limit(&self) -> bool {
+        self.header_block > MAX_HEADER_BLOCK
+    }
+
+    /// Reads the head of the next frame. Returns false if it is incomplete, or over a limit.
     fn next(&mut self, bytes: &[u8]) -> bool {
         let Some(&[a, b, c, kind, flags, s, t, u, v]) = bytes.first_chunk::<HEAD_LENGTH>() else {
             return false;
@@ -118,7 +145,18 @@ impl Frames {
             return true;
         }
         match kind {
-            HEADERS | CONTINUATION => self.in_header_block = flags & END_HEADERS == 0,
+            HEADERS | CONTINUATION => {
+                let before = if kind == HEADERS {
+                    0
+                } else {
+                    self.header_block
+                };
+                self.header_block = before + size;
+                if self.is_over_limit() {
+                    return false;
+                }
+                self.in_header_block = flags & END_HEADERS == 0;
+            }
             SETTINGS if flags & ACK == 0 => self.settings += 1,
             _ => {}
         }
@@ -214,6 +252,32 @@ mod tests {
             frames.return_windows(&mut windows);
             assert_eq!(windows.len(), 26);
         }
+    }
+
+    #[test]
+    fn header_block_passes_once_it_is_complete_within_the_limit() {
+        let data = frame(DATA, 0, 1, b"data");
+        let first = frame(HEADERS, 0, 3, &[0; 91]);
+        let next = frame(CONTINUATION, 0, 3, &[0; 91]);
+        let last = frame(CONTINUATION, END_HEADERS, 3, &[0; 91]);
+        let most = MAX_HEADER_BLOCK / 100 - 2;
+        let input = [&data[..], &first, &next.repeat(most), &last, &data].concat();
+        for size in [1, 99, 100, 101, 5_000, input.len()] {
+            let mut frames = Frames::after(0);
+            let (mut passed, mut unread) = (Vec::new(), BytesMut::new());
+            for piece in input.chunks(size) {
+                unread.extend_from_slice(piece);
+                let complete = frames.filter(&mut unread);
+                passed.extend(unread.split_to(complete));
+                let block = data.len()..input.len() - data.len() - 91;
+                assert!(!block.contains(&passed.len()) || passed == data, "{size}");
+            }
+            assert!(passed == input && !frames.is_over_limit(), "{size}");
+        }
+        let mut input = BytesMut::from(&[&data[..], &first, &next.repeat(most + 2)].concat()[..]);
+        let mut frames = Frames::after(0);
+        assert_eq!(frames.filter(&mut input), data.len());
+        assert!(frames.is_over_limit());
     }
 
     #[test]

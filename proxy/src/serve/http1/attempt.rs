@@ -369,7 +369,7 @@ enum Ended {
 impl From<Refused> for Ended {
     fn from(refused: Refused) -> Self {
         Self::Malformed(match refused {
-            Refused::TooLarge => "its header block is over the limit",
+            Refused::TooLarge(limit) => limit.message(),
             Refused::Malformed(reason) => reason,
         })
     }

@@ -15,12 +15,11 @@ use super::head::{Framing, LineSearch, put_field};
 use crate::context::flow::Announced;
 use crate::http::credentials::PolicyFields;
 use crate::http::replay::Replay;
+use crate::http::too_large::{MAX_SECTION, TooLarge};
 use crate::secure::io::Io;
 
 /// The maximum length of a chunk-size line with its extensions.
 const MAX_CHUNK_LINE: usize = 4096;
-/// The maximum size of the trailer section.
-const MAX_TRAILERS: usize = 16 * 1024;
 /// The number of unwritten bytes from which the relay stops reading.
 const MAX_PENDING: usize = 64 * 1024;
 
@@ -467,8 +466,8 @@ fn take_trailers(
     search: &mut LineSearch,
 ) -> Result<Option<BytesMut>, &'static str> {
     let end = search.next_empty(from)?;
-    if end.unwrap_or(from.len()) > MAX_TRAILERS {
-        Err("the trailer section is over 16384 bytes")
+    if end.unwrap_or(from.len()) > MAX_SECTION {
+        Err(TooLarge::Trailers.message())
     } else {
         Ok(end.map(|end| from.split_to(end)))
     }

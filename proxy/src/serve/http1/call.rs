@@ -132,7 +132,7 @@ impl InvalidHead {
 
     fn refused(raw: &[u8], refused: Refused) -> Self {
         let reason = match refused {
-            Refused::TooLarge => "its head is too large",
+            Refused::TooLarge(limit) => limit.message(),
             Refused::Malformed(_) => "its head is malformed",
         };
         Self::new(raw, reason.to_owned())

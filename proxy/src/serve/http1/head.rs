@@ -19,18 +19,14 @@ pub(super) use self::fields::put_field;
 use self::fields::{Fields, span};
 use crate::http::authority;
 use crate::http::edits::Edits;
+use crate::http::too_large::{MAX_FIELDS, MAX_SECTION, TooLarge};
 use crate::http::view::{self, Fields as _, Head, RequestView};
-
-/// The maximum size of a head in bytes: start line and fields.
-pub const MAX_HEAD: usize = 64 * 1024;
-/// The maximum number of fields of a head.
-const MAX_FIELDS: usize = 128;
 
 /// The reason for the rejection of a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refused {
-    /// Over [`MAX_HEAD`] bytes, or too many fields.
-    TooLarge,
+    /// Over a limit.
+    TooLarge(TooLarge),
     /// Not valid by RFC 9112, or ambiguous.
     Malformed(&'static str),
 }
@@ -162,8 +158,8 @@ impl HeadSearch {
             self.lines.searched = self.blank;
         }
         let end = self.lines.next_empty(bytes).map_err(Refused::Malformed)?;
-        if end.unwrap_or(bytes.len()) > MAX_HEAD {
-            Err(Refused::TooLarge)
+        if end.unwrap_or(bytes.len()) > MAX_SECTION {
+            Err(Refused::TooLarge(TooLarge::Header))
         } else {
             Ok(end)
         }
@@ -463,7 +459,7 @@ fn reason_phrase(raw: &[u8]) -> Range<u32> {
 fn whole(parsed: httparse::Result<usize>, length: usize) -> Result<(), Refused> {
     Err(Refused::Malformed(match parsed {
         Ok(httparse::Status::Complete(read)) if read == length => return Ok(()),
-        Err(httparse::Error::TooManyHeaders) => return Err(Refused::TooLarge),
+        Err(httparse::Error::TooManyHeaders) => return Err(Refused::TooLarge(TooLarge::Fields)),
         Ok(_) | Err(httparse::Error::NewLine) => "a line ends without CR LF",
         Err(httparse::Error::HeaderName) => "a field's name is not a token",
         Err(httparse::Error::HeaderValue) => "a field's value has a forbidden byte",

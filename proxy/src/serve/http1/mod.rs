@@ -24,7 +24,7 @@ use tokio::time::{timeout, timeout_at};
 
 use self::attempt::{Outcome, request_failure};
 use self::body::Relay;
-use self::head::{Framing, HeadSearch, MAX_HEAD, Refused, RequestHead};
+use self::head::{Framing, HeadSearch, Refused, RequestHead};
 use crate::context::flow::{Allowed, Flow};
 use crate::context::record::ExchangeRecord;
 use crate::error::Failure;
@@ -495,7 +495,7 @@ async fn reply(
 impl From<Refused> for Failure {
     fn from(refused: Refused) -> Self {
         match refused {
-            Refused::TooLarge => Self::HeadersTooLarge(MAX_HEAD),
+            Refused::TooLarge(limit) => Self::HeadersTooLarge(limit),
             Refused::Malformed(reason) => Self::BadRequest(reason),
         }
     }

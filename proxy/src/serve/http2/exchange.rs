@@ -25,6 +25,7 @@ use crate::error::Failure;
 use crate::http::discard::{MAX_DISCARD, in_background};
 use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
+use crate::http::too_large::{MAX_SECTION, TooLarge};
 use crate::http::verdict::Verdict;
 use crate::http::view::RequestView;
 use crate::limits::deadline::Deadline;
@@ -58,8 +59,9 @@ pub(super) fn start(
     if refused.is_some() {
         memory.hold(cost)?;
     }
+    let too_large = || head::too_large(&parts).map(Failure::HeadersTooLarge);
     let malformed = || head::malformed(&parts).map(Failure::BadRequest);
-    let refused = refused.or_else(malformed);
+    let refused = refused.or_else(too_large).or_else(malformed);
     let is_grpc = head::is_grpc(&parts.headers);
     let deadline = if is_grpc {
         head::deadline(&parts)
@@ -149,8 +151,8 @@ enum Ended {
     Upstream(h2::Error),
     /// No memory is left for what waits.
     Overloaded,
-    /// The policy has changed, and does not allow the request.
-    Denied(Failure),
+    /// The policy has changed and does not allow the request, or trailers are over the limit.
+    Failed(Failure),
 }
 
 impl Exchange {
@@ -333,7 +335,7 @@ impl Exchange {
                 upstream.to_upstream.send_reset(Reason::CANCEL);
                 return Err(AttemptError::last(Failure::MemoryExhausted));
             }
-            Err(Ended::Denied(failure)) => {
+            Err(Ended::Failed(failure)) => {
                 upstream.to_upstream.send_reset(Reason::CANCEL);
                 return Err(AttemptError::last(failure));
             }
@@ -363,7 +365,14 @@ impl Exchange {
             return Err(error);
         }
         self.upload.discard_replay();
-        self.cost += head::fields_size(response.headers());
+        let size = head::fields_size(response.headers());
+        if size > MAX_SECTION {
+            upstream.to_upstream.send_reset(Reason::ENHANCE_YOUR_CALM);
+            let limit = TooLarge::Header;
+            let failure = Failure::UpstreamTooLarge { address, limit };
+            return Err(AttemptError::last(failure));
+        }
+        self.cost += size;
         if self.memory.hold(self.cost + self.upload.kept()).is_err() {
             return Err(AttemptError::last(Failure::MemoryExhausted));
         }
@@ -435,10 +444,8 @@ impl Exchange {
         upstream: &mut Upstream,
     ) -> Poll<Result<Response<RecvStream>, Ended>> {
         self.client.record_progress();
-        self.judge_again().map_err(Ended::Denied)?;
-        if let Err(code) = self.poll_upload(cx, upstream) {
-            return Poll::Ready(Err(Ended::Client(code)));
-        }
+        self.judge_again().map_err(Ended::Failed)?;
+        self.poll_upload(cx, upstream)?;
         if self.memory.hold(self.cost + self.upload.kept()).is_err() {
             return Poll::Ready(Err(Ended::Overloaded));
         }
@@ -469,9 +476,9 @@ impl Exchange {
         reset.map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))))
     }
 
-    /// Relays the request's body. Fails with the client's code. An upstream that reads no more may
-    /// have responded already: that is not an error yet.
-    fn poll_upload(&mut self, cx: &mut Context<'_>, upstream: &mut Upstream) -> Result<(), Reason> {
+    /// Relays the request's body. Fails if the client does. An upstream that reads no more may have
+    /// responded already: that is not an error yet.
+    fn poll_upload(&mut self, cx: &mut Context<'_>, upstream: &mut Upstream) -> Result<(), Ended> {
         if self.upload.is_done() {
             if self.upload.is_complete() {
                 self.record.send_mirror();
@@ -490,7 +497,13 @@ impl Exchange {
             Poll::Pending => {}
             Poll::Ready(Ok(())) => self.record.send_mirror(),
             Poll::Ready(Err(RelayError::ReceiverClosed)) => self.upload.stop(),
-            Poll::Ready(Err(RelayError::Sender(error))) => return Err(reset_code(&error)),
+            Poll::Ready(Err(RelayError::Sender(error))) => {
+                return Err(Ended::Client(reset_code(&error)));
+            }
+            Poll::Ready(Err(RelayError::TooLarge)) => {
+                let failure = Failure::HeadersTooLarge(TooLarge::Trailers);
+                return Err(Ended::Failed(failure));
+            }
         }
         Ok(())
     }
@@ -508,7 +521,8 @@ impl Exchange {
             upstream.to_upstream.send_reset(Reason::CANCEL);
             return Outcome::Cancelled;
         };
-        let relayed = poll_fn(|cx| self.poll_relay(cx, upstream, &mut download)).await;
+        let address = endpoint.address;
+        let relayed = poll_fn(|cx| self.poll_relay(cx, upstream, &mut download, address)).await;
         match relayed {
             Ok(()) => {
                 upstream.lease.record_end();
@@ -529,14 +543,14 @@ impl Exchange {
                 self.fail_response(&Failure::MemoryExhausted, cut_off);
                 Outcome::Ended
             }
-            Err(Ended::Denied(failure)) => {
+            Err(Ended::Failed(failure)) => {
                 upstream.to_upstream.send_reset(Reason::CANCEL);
                 self.fail_response(&failure, &failure.to_string());
                 Outcome::Ended
             }
             Err(Ended::Upstream(error)) => {
                 upstream.lease.record_end();
-                self.break_off(&error, endpoint.address);
+                self.break_off(&error, address);
                 Outcome::Ended
             }
         }
@@ -573,17 +587,21 @@ impl Exchange {
         cx: &mut Context<'_>,
         upstream: &mut Upstream,
         download: &mut Relay,
+        address: SocketAddr,
     ) -> Poll<Result<(), Ended>> {
         self.client.record_progress();
-        self.judge_again().map_err(Ended::Denied)?;
-        if let Err(code) = self.poll_upload(cx, upstream) {
-            return Poll::Ready(Err(Ended::Client(code)));
-        }
+        self.judge_again().map_err(Ended::Failed)?;
+        self.poll_upload(cx, upstream)?;
         if let Some(to_client) = self.to_client.as_mut().filter(|_| !download.is_done()) {
             match download.poll(cx, to_client, &self.client.io, &mut self.record) {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(RelayError::Sender(error))) => {
                     return Poll::Ready(Err(Ended::Upstream(error)));
+                }
+                Poll::Ready(Err(RelayError::TooLarge)) => {
+                    let limit = TooLarge::Trailers;
+                    let failure = Failure::UpstreamTooLarge { address, limit };
+                    return Poll::Ready(Err(Ended::Failed(failure)));
                 }
                 // If the client has closed its stream, this returns the error code.
                 Poll::Ready(Err(RelayError::ReceiverClosed)) | Poll::Pending => {
@@ -676,7 +694,12 @@ impl Exchange {
             _ => false,
         };
         if !ended {
-            self.respond.send_reset(Reason::INTERNAL_ERROR);
+            self.respond.send_reset(match failure {
+                Failure::HeadersTooLarge(_) | Failure::UpstreamTooLarge { .. } => {
+                    Reason::ENHANCE_YOUR_CALM
+                }
+                _ => Reason::INTERNAL_ERROR,
+            });
         }
     }
 

@@ -1,7 +1,7 @@
 //! HTTP/2 heads: the checks beyond those of `h2`, and the changes for the next hop. `h2` rejects
 //! connection-specific fields, repeated or misplaced pseudo-fields and a wrong Content-Length.
 
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HOST};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, COOKIE, HOST};
 use http::request::Parts;
 use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version};
@@ -9,6 +9,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version};
 use crate::error::{Failure, Limit};
 use crate::http::authority;
 use crate::http::edits::Edits;
+use crate::http::too_large::{MAX_FIELDS, MAX_SECTION, TooLarge};
 use crate::http::view::{RequestView, is_grpc_type};
 use crate::limits::deadline::{Deadline, parse_grpc_timeout};
 
@@ -142,6 +143,17 @@ pub fn size(parts: &Parts) -> usize {
         .path_and_query()
         .map_or(0, |target| target.as_str().len());
     target + fields_size(&parts.headers)
+}
+
+/// The limit that a request's head exceeds. HTTP/2 clients may divide Cookie into several fields (RFC
+/// 9113, section 8.2.3), which count as one.
+pub fn too_large(parts: &Parts) -> Option<TooLarge> {
+    let crumbs = parts.headers.get_all(COOKIE).iter().skip(1).count();
+    if size(parts) > MAX_SECTION {
+        Some(TooLarge::Header)
+    } else {
+        (parts.headers.len() - crumbs > MAX_FIELDS).then_some(TooLarge::Fields)
+    }
 }
 
 /// The size of header fields, counted likewise.

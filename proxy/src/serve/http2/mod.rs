@@ -254,7 +254,7 @@ impl ClientConnection {
         }
     }
 
-    /// Whether the client floods the connection with control frames.
+    /// Whether the client floods the connection with control frames, or with one header block.
     fn is_flood(&mut self) -> bool {
         let bytes_read = self.shared.io.bytes_read();
         if self.shared.progress.take() {
@@ -266,6 +266,10 @@ impl ClientConnection {
                 .saturating_mul(self.shared.open.get())
                 .min(CONNECTION_WINDOW),
         );
+        if self.shared.io.is_over_limit() {
+            tracing::info!(peer = %self.shared.flow.peer, "connection closed: a header block is too large");
+            return true;
+        }
         if bytes_read - self.bytes_at_progress <= MAX_CONTROL_BYTES + bodies {
             return false;
         }

@@ -9,10 +9,12 @@ use bytes::{Bytes, BytesMut};
 use h2::{Reason, RecvStream, SendStream};
 use http::HeaderMap;
 
+use super::head::fields_size;
 use crate::context::record::ExchangeRecord;
 use crate::http::credentials::PolicyField;
 use crate::http::edits::{Edits, REQUEST_TRAILER_EDITS, response_edits};
 use crate::http::replay::Replay;
+use crate::http::too_large::MAX_SECTION;
 use crate::upstream::batched::{Batched, MAX_UNRESERVED_QUEUED, Queued};
 
 /// The number of bytes that a relay passes to `h2` before it waits for flow-control capacity. Small
@@ -57,6 +59,8 @@ pub(super) enum RelayError {
     Sender(h2::Error),
     /// The receiver has closed its stream.
     ReceiverClosed,
+    /// The trailers of the sender are over the limit.
+    TooLarge,
 }
 
 impl Relay {
@@ -211,6 +215,9 @@ impl Relay {
                 None => {
                     let trailers =
                         ready!(self.from.poll_trailers(cx)).map_err(RelayError::Sender)?;
+                    if trailers.as_ref().map_or(0, fields_size) > MAX_SECTION {
+                        return Poll::Ready(Err(RelayError::TooLarge));
+                    }
                     self.trailers = trailers.map(|fields| self.prepare_trailers(fields, record));
                     self.ended = true;
                 }

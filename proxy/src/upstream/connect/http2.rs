@@ -36,8 +36,11 @@ use diy_mesh_model::exchange::Direction;
 const STREAMS_OF_MEMORY: usize = 128;
 /// The largest window of RFC 9113, section 6.9.1.
 const MAX_WINDOW: usize = (1 << 31) - 1;
-/// The maximum size of a header list, counted as in RFC 9113, section 6.5.2.
-pub const MAX_HEADER_LIST: u32 = 64 * 1024;
+/// The maximum size of a header list that `h2` reads, counted as in RFC 9113, section 6.5.2. The proxy's
+/// own limit is lower ([`MAX_SECTION`]): it replies with it, also to trailers.
+///
+/// [`MAX_SECTION`]: crate::http::too_large::MAX_SECTION
+pub const MAX_HEADER_LIST: u32 = 512 * 1024;
 /// The largest flow-control window of a stream.
 pub const STREAM_WINDOW: u32 = 256 * 1024;
 /// The largest flow-control window of a connection, besides what streams hold for their receivers.
@@ -608,6 +611,11 @@ async fn open(
             let ended = io.drive(|cx| match Pin::new(&mut expiry).poll(cx) {
                 Poll::Pending if io.overload().is_some() => {
                     tracing::debug!(%address, "upstream connection reset: no memory is left for it");
+                    io.reset_on_drop();
+                    Poll::Ready(Ok(()))
+                }
+                Poll::Pending if io.is_over_limit() => {
+                    tracing::debug!(%address, "upstream connection reset: a header block is too large");
                     io.reset_on_drop();
                     Poll::Ready(Ok(()))
                 }

@@ -105,7 +105,7 @@ fn connection_options_cost_is_linear() {
             comparisons += 1;
             compare_names(one, other)
         });
-        let options = MAX_HEAD / 2;
+        let options = MAX_SECTION / 2;
         for _ in 0..options {
             index.each_named(b"a", |_| marks += 1);
         }
@@ -410,9 +410,15 @@ fn finds_complete_head_and_rejects_endless_one() {
         (b"GET / HTTP/1.1\n\n", malformed),
         (b"GET / HTTP/1.1\r\n\nHost", malformed),
         (b"GET / HTTP/1.1\n\r\n", Ok(None)),
-        (&[b'a'; MAX_HEAD], Ok(None)),
-        (&[b'a'; MAX_HEAD + 1], Err(Refused::TooLarge)),
-        (&[b'\n'; MAX_HEAD + 1], Err(Refused::TooLarge)),
+        (&[b'a'; MAX_SECTION], Ok(None)),
+        (
+            &[b'a'; MAX_SECTION + 1],
+            Err(Refused::TooLarge(TooLarge::Header)),
+        ),
+        (
+            &[b'\n'; MAX_SECTION + 1],
+            Err(Refused::TooLarge(TooLarge::Header)),
+        ),
     ] {
         let shown = &bytes[..bytes.len().min(40)];
         assert_eq!(find_end(bytes), expected, "{}", shown.escape_ascii());

@@ -5,6 +5,7 @@ mod deadlines;
 mod endpoints;
 mod forgery;
 mod hostile;
+mod large_sections;
 mod metrics;
 mod passing;
 mod raw;
