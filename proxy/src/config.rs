@@ -70,7 +70,7 @@ pub struct Config {
     /// Report to the controller neither what the pod is called by and calls, nor its traffic
     #[arg(long)]
     pub hide_edges: bool,
-    /// Be ready once a connection over loopback shows that the rules of proxy-init are in force;
+    /// Be ready while a connection over loopback, one in 10 s, shows that the rules of proxy-init are in force;
     /// requires the proxy-init of the same release
     #[arg(long)]
     pub verify_redirect: bool,

@@ -12,7 +12,7 @@ use diy_mesh_proto::authorization::Denial;
 use http::{HeaderName, HeaderValue, StatusCode};
 use thiserror::Error;
 
-use crate::http::too_large::TooLarge;
+use crate::protocol::TooLarge;
 
 /// Why the proxy did not forward a request or a connection, or could not complete it.
 #[derive(Clone, Debug, Error)]

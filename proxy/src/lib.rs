@@ -75,7 +75,7 @@ pub fn run(config: Config) -> anyhow::Result<()> {
 
 async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     let shutdown = shutdown_signal().context("failed to install signal handlers")?;
-    let mut shutdown = pin!(shutdown);
+    let shutdown = pin!(shutdown);
     let metrics = Metrics::new();
     let dump_config = DumpConfig {
         mode: config.dump,
@@ -131,17 +131,6 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         .await
         .with_context(|| format!("failed to listen on port {admin_port} (--admin-port)"))?;
     tokio::spawn(admin.serve(admin_listener));
-    if config.verify_redirect {
-        let redirecting = readiness.condition("redirect", "not verified yet");
-        tokio::select! {
-            verified = path::redirect::verify(&config, redirecting) => {
-                let port = config.outbound_port;
-                verified.with_context(|| format!("failed to listen on port {port} (--outbound-port)"))?;
-            }
-            () = &mut shutdown => return Ok(()),
-        }
-    }
-
     let drain = CancellationToken::new();
     let limit = connection_limit() / config.workers;
     tracing::debug!(
@@ -168,6 +157,11 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         workers.push(context::worker::spawn(number, context, serve)?);
     }
     listening.send_replace(None);
+    if config.verify_redirect {
+        let redirecting = readiness.condition("redirect", "not verified yet");
+        let config = config.clone();
+        tokio::spawn(async move { path::redirect::watch(&config, redirecting).await });
+    }
     tokio::spawn(meet_once(discovery.unready(), Option::clone, discovering));
     tracing::info!(
         pod = config.pod(),

@@ -196,7 +196,10 @@ impl Checkout {
     fn run(&self) -> Output {
         let path = std::env::var("PATH").expect("PATH is set");
         let programs = self.0.join("programs");
-        Command::new(self.0.join(".ci/e2e-all"))
+        // A shell starts programs in the background with SIGINT ignored.
+        Command::new("env")
+            .arg("--default-signal=INT")
+            .arg(self.0.join(".ci/e2e-all"))
             .env("PATH", format!("{}:{path}", programs.display()))
             .env("KUBECONFIG", "unused")
             .output()

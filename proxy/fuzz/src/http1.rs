@@ -3,10 +3,9 @@
 
 use bytes::{Bytes, BytesMut};
 use diy_mesh_proxy::http::edits::{Edits, MeshField};
+use diy_mesh_proxy::protocol::MAX_SECTION;
 use diy_mesh_proxy::serve::http1::body::Relay;
-use diy_mesh_proxy::serve::http1::head::{
-    Framing, HeadSearch, MAX_HEAD, RequestHead, ResponseHead, Version,
-};
+use diy_mesh_proxy::serve::http1::head::{Framing, HeadSearch, RequestHead, ResponseHead, Version};
 use http::HeaderValue;
 
 const CALLER: &str = "spiffe://cluster.local/ns/shop/sa/web";
@@ -28,9 +27,9 @@ pub fn head(bytes: &[u8]) {
     assert_eq!(by_pieces.ok(), found.ok(), "byte by byte, and at once");
     let Ok(end) = found else { return };
     let Some(end) = end else {
-        return assert!(bytes.len() <= MAX_HEAD);
+        return assert!(bytes.len() <= MAX_SECTION);
     };
-    assert!(end <= MAX_HEAD);
+    assert!(end <= MAX_SECTION);
     let raw = Bytes::copy_from_slice(&bytes[..end]);
     if let Ok(request) = RequestHead::parse(raw.clone()) {
         request_head(&request);
@@ -146,7 +145,7 @@ fn without_chunks(response: &mut ResponseHead, method: &[u8]) {
 /// words came to it.
 fn is_over_a_limit(out: &[u8]) -> bool {
     let fields = out.iter().filter(|byte| **byte == b'\n').count() - 2;
-    out.len() > MAX_HEAD || fields > MOST_FIELDS
+    out.len() > MAX_SECTION || fields > MOST_FIELDS
 }
 
 /// What was written is one head, with nothing in it that a more careless reader takes for a line's

@@ -13,7 +13,6 @@ pub mod grpc_status;
 pub mod replay;
 pub mod reply;
 pub mod request_line;
-pub mod too_large;
 pub mod trace_context;
 pub mod verdict;
 pub mod view;

@@ -23,6 +23,7 @@ use crate::http::request_line::RequestDetector;
 use crate::inbound::policy::Caller;
 use crate::limits::memory::{ConnectionSlot, PENDING_COST};
 use crate::path::detect::detect;
+use crate::path::redirect;
 use crate::protocol::Protocol;
 use crate::secure::io::Io;
 use crate::secure::tls::Alpn;
@@ -65,6 +66,15 @@ async fn accept(worker: Rc<Worker>, direction: Direction, listener: std::net::Tc
     };
     loop {
         let (stream, peer) = acceptor.accept().await;
+        // Those of applications have an address of the pod.
+        let other = if direction == Direction::Outbound && peer.ip().is_loopback() {
+            redirect::answer(stream, worker.config.inbound_port)
+        } else {
+            Some(stream)
+        };
+        let Some(stream) = other else {
+            continue;
+        };
         start(&worker, direction, stream, peer, original);
     }
 }

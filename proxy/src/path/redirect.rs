@@ -1,9 +1,7 @@
-//! Verifies that the rules of proxy-init are in force, before the first connection is accepted: a
-//! connection of the proxy to its own inbound port on loopback, which the rules redirect to its
-//! outbound port for this purpose. The table of nftables is set in one transaction, so that this rule
-//! stands for all others.
-//!
-//! The workers have no listeners yet. The probe is not among the connections of the proxy.
+//! Verifies again and again that the rules of proxy-init are in force: by a connection of the proxy to
+//! its own inbound port on loopback, which the rules redirect to its outbound port for this purpose. A
+//! worker answers it there. The table of nftables is set in one transaction, so that this rule stands
+//! for all others.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -11,17 +9,23 @@ use std::time::Duration;
 
 use diy_mesh_model::interfaces::has_global_ipv6_address;
 use diy_mesh_runtime::Condition;
+use socket2::SockRef;
 use thiserror::Error;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::AsyncReadExt as _;
+use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
 use crate::config::Config;
 use crate::path::connection::original_destination;
-use crate::path::listener;
 
-/// The time for a connection over loopback.
+/// The time for a connection over loopback, and its answer.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+const INTERVAL: Duration = Duration::from_secs(10);
+/// Without an answer, the proxy may be busy: the rules count as in force until this many probes.
+const MAX_UNANSWERED: u32 = 10;
+/// What a worker answers.
+const ANSWER: u8 = b'r';
 
 /// A connection that was not redirected.
 #[derive(Debug, Error)]
@@ -34,74 +38,111 @@ struct NotRedirected {
     target: SocketAddr,
     port: u16,
     reason: String,
+    is_unanswered: bool,
 }
 
-/// Completes when connections are redirected. Until then, `condition` has the reason. Fails if the
-/// outbound port is in use.
-pub async fn verify(config: &Config, condition: Condition) -> io::Result<()> {
+/// Sets `condition` to the reason while connections are not redirected. Never ends.
+pub async fn watch(config: &Config, condition: Condition) {
+    let mut unanswered = 0;
+    loop {
+        let Err(error) = verify(config).await else {
+            unanswered = 0;
+            if condition.send_replace(None).is_some() {
+                tracing::info!("connections of this pod are redirected to the proxy");
+            }
+            sleep(INTERVAL).await;
+            continue;
+        };
+        unanswered = if error.is_unanswered {
+            unanswered + 1
+        } else {
+            0
+        };
+        let is_verified = condition.borrow().is_none();
+        if !(is_verified && (1..MAX_UNANSWERED).contains(&unanswered)) {
+            let reason = Some(error.to_string());
+            if condition.send_replace(reason.clone()) != reason {
+                tracing::error!("{error}");
+            }
+        }
+        sleep(RETRY_INTERVAL).await;
+    }
+}
+
+async fn verify(config: &Config) -> Result<(), NotRedirected> {
     // IPv6 that cannot leave the pod may be without rules.
     let ipv6 = has_global_ipv6_address().then_some(IpAddr::V6(Ipv6Addr::LOCALHOST));
     for loopback in std::iter::once(IpAddr::V4(Ipv4Addr::LOCALHOST)).chain(ipv6) {
-        let port = config.outbound_port;
-        let listener = listener::bind(loopback, port, config.timeouts.tcp_user)?;
-        let listener = TcpListener::from_std(listener)?;
         let target = SocketAddr::new(loopback, config.inbound_port);
-        while let Err(reason) = probe(&listener, target).await {
-            let error = NotRedirected {
+        let answered = timeout(PROBE_TIMEOUT, probe(target)).await;
+        let is_unanswered = answered.is_err();
+        let unanswered = |_| Err(format!("no answer within {PROBE_TIMEOUT:?}"));
+        answered
+            .unwrap_or_else(unanswered)
+            .map_err(|reason| NotRedirected {
                 target,
-                port,
+                port: config.outbound_port,
                 reason,
-            };
-            let is_new = condition.send_replace(Some(error.to_string())) != *condition.borrow();
-            if is_new {
-                tracing::error!("{error}");
-            }
-            sleep(RETRY_INTERVAL).await;
-        }
+                is_unanswered,
+            })?;
     }
-    condition.send_replace(None);
     Ok(())
 }
 
-/// Connects to `target`, and expects the connection at `listener`.
-async fn probe(listener: &TcpListener, target: SocketAddr) -> Result<(), String> {
-    let redirected = async {
-        let client = TcpStream::connect(target).await?;
-        let client = client.local_addr()?;
-        loop {
-            // Others are of an application that was redirected to an earlier process of the proxy: they
-            // fail, as they do while there is no process.
-            let (stream, peer) = listener.accept().await?;
-            if peer == client {
-                return original_destination(&stream, &[]).map_err(io::Error::other);
-            }
+/// Connects to `target`, and expects the answer of a worker.
+async fn probe(target: SocketAddr) -> Result<(), String> {
+    let answered = async { TcpStream::connect(target).await?.read_u8().await };
+    match answered.await {
+        Ok(ANSWER) => Ok(()),
+        Ok(_) => Err("another program has answered".to_owned()),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+            Err("it arrived elsewhere".to_owned())
         }
-    };
-    match timeout(PROBE_TIMEOUT, redirected).await {
-        Ok(Ok(original)) if original == target => Ok(()),
-        Ok(Ok(original)) => Err(format!("its original destination is {original}")),
-        Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("timeout of {PROBE_TIMEOUT:?}")),
+        Err(error) => Err(error.to_string()),
     }
+}
+
+/// Answers a connection that [`watch`] has opened, and that the rules have redirected to the outbound
+/// port. Returns any other one.
+pub fn answer(stream: TcpStream, inbound_port: u16) -> Option<TcpStream> {
+    let is_target = |target: SocketAddr| target.ip().is_loopback() && target.port() == inbound_port;
+    if !original_destination(&stream, &[]).is_ok_and(is_target) {
+        return Some(stream);
+    }
+    // The send buffer of a new socket has room.
+    let _ = SockRef::from(&stream).send(&[ANSWER]);
+    None
 }
 
 #[cfg(test)]
 mod tests {
+    use diy_mesh_testkit::net::{closed_address, connected};
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::net::TcpListener;
+
     use super::*;
 
     #[tokio::test]
     async fn connections_without_redirect_fail_the_probe() {
-        let bind = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
-        let (listener, other) = (bind().await.unwrap(), bind().await.unwrap());
-        let target = other.local_addr().unwrap();
-        // Another program listens at the inbound port.
-        assert_eq!(probe(&listener, target).await.unwrap_err(), "timeout of 1s");
-        drop(other);
-        let error = probe(&listener, target).await.unwrap_err();
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let target = listener.local_addr().unwrap();
+        for (answer, expected) in [
+            (&b"r"[..], Ok(())),
+            (b"x", Err("another program has answered")),
+            (b"", Err("it arrived elsewhere")),
+        ] {
+            let answering = async {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                stream.write_all(answer).await.unwrap();
+            };
+            let (probed, ()) = tokio::join!(probe(target), answering);
+            assert_eq!(probed, expected.map_err(str::to_owned));
+        }
+        let error = probe(closed_address()).await.unwrap_err();
         assert!(error.contains("refused"), "{error}");
         // Direct connections have no original destination.
-        let own = listener.local_addr().unwrap();
-        let error = probe(&listener, own).await.unwrap_err();
-        assert!(error.contains("original destination"), "{error}");
+        let (_client, stream) = connected().await;
+        let port = stream.local_addr().unwrap().port();
+        assert!(answer(stream, port).is_some());
     }
 }

@@ -15,7 +15,7 @@ use super::head::{Framing, LineSearch, put_field};
 use crate::context::flow::Announced;
 use crate::http::credentials::PolicyFields;
 use crate::http::replay::Replay;
-use crate::http::too_large::{MAX_SECTION, TooLarge};
+use crate::protocol::{MAX_SECTION, TooLarge};
 use crate::secure::io::Io;
 
 /// The maximum length of a chunk-size line with its extensions.

@@ -19,8 +19,8 @@ pub(super) use self::fields::put_field;
 use self::fields::{Fields, span};
 use crate::http::authority;
 use crate::http::edits::Edits;
-use crate::http::too_large::{MAX_FIELDS, MAX_SECTION, TooLarge};
 use crate::http::view::{self, Fields as _, Head, RequestView};
+use crate::protocol::{MAX_FIELDS, MAX_SECTION, TooLarge};
 
 /// The reason for the rejection of a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,9 +9,9 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version};
 use crate::error::{Failure, Limit};
 use crate::http::authority;
 use crate::http::edits::Edits;
-use crate::http::too_large::{MAX_FIELDS, MAX_SECTION, TooLarge};
 use crate::http::view::{RequestView, is_grpc_type};
 use crate::limits::deadline::{Deadline, parse_grpc_timeout};
+use crate::protocol::{MAX_FIELDS, MAX_SECTION, TooLarge};
 
 /// The time that a gRPC client waits for the end of the call.
 const GRPC_TIMEOUT: HeaderName = HeaderName::from_static("grpc-timeout");

@@ -14,7 +14,7 @@ use crate::context::record::ExchangeRecord;
 use crate::http::credentials::PolicyField;
 use crate::http::edits::{Edits, REQUEST_TRAILER_EDITS, response_edits};
 use crate::http::replay::Replay;
-use crate::http::too_large::MAX_SECTION;
+use crate::protocol::MAX_SECTION;
 use crate::upstream::batched::{Batched, MAX_UNRESERVED_QUEUED, Queued};
 
 /// The number of bytes that a relay passes to `h2` before it waits for flow-control capacity. Small

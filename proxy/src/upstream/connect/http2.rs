@@ -39,7 +39,7 @@ const MAX_WINDOW: usize = (1 << 31) - 1;
 /// The maximum size of a header list that `h2` reads, counted as in RFC 9113, section 6.5.2. The proxy's
 /// own limit is lower ([`MAX_SECTION`]): it replies with it, also to trailers.
 ///
-/// [`MAX_SECTION`]: crate::http::too_large::MAX_SECTION
+/// [`MAX_SECTION`]: crate::protocol::MAX_SECTION
 pub const MAX_HEADER_LIST: u32 = 512 * 1024;
 /// The largest flow-control window of a stream.
 pub const STREAM_WINDOW: u32 = 256 * 1024;
