@@ -610,11 +610,6 @@ impl Exchange {
                         0
                     };
                     upstream.lease.record_held(held);
-                    // Inbound, the window of the connection is charged.
-                    let held = match self.client.flow.direction {
-                        Direction::Inbound => 0,
-                        Direction::Outbound => held,
-                    };
                     let held = held + self.upload.kept();
                     if self.memory.hold(self.cost + held).is_err() {
                         return Poll::Ready(Err(Ended::Overloaded));

@@ -29,7 +29,6 @@ use crate::limits::memory::{Charge, ConnectionSlot};
 use crate::secure::io::Io;
 use crate::secure::tls::{Acceptance, Alpn};
 use crate::upstream::batched::{Batched, Queued};
-use diy_mesh_model::exchange::Direction;
 
 /// The streams to endpoints whose receivers do not read may hold their windows at once, all together a
 /// part of the memory: this many of them would use all.
@@ -82,8 +81,6 @@ const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// A worker's HTTP/2 connections to one endpoint.
 pub struct Connections {
     limiter: Rc<Limiter>,
-    /// Whose requests they carry: those of a caller, or of the pod's own application.
-    direction: Direction,
     open: RefCell<Vec<Rc<Connection>>>,
     closed: Cell<bool>,
     /// Serializes dialing: concurrent requests share the connection, or the failure.
@@ -159,10 +156,9 @@ pub trait Places {
 }
 
 impl Connections {
-    pub(super) fn new(limiter: Rc<Limiter>, direction: Direction) -> Self {
+    pub(super) fn new(limiter: Rc<Limiter>) -> Self {
         Self {
             limiter,
-            direction,
             open: RefCell::default(),
             closed: Cell::new(false),
             dialing: Mutex::default(),
@@ -233,7 +229,7 @@ impl Connections {
         if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_failure.borrow()) {
             return Err(failure.clone());
         }
-        let dialed = open(remote, dialer, expiry, &self.limiter, self.direction).await;
+        let dialed = open(remote, dialer, expiry, &self.limiter).await;
         self.dials.set(self.dials.get() + 1);
         self.last_failure.replace(dialed.as_ref().err().cloned());
         let connection = dialed?;
@@ -571,16 +567,12 @@ async fn open(
     dialer: Dialer<'_>,
     expiry: impl FnOnce(&Io) -> Expiry,
     limiter: &Rc<Limiter>,
-    direction: Direction,
 ) -> Result<Rc<Connection>, Failure> {
     let address = remote.address;
     let slot = Rc::new(dialer.slot.beside());
     let mut memory = Charge::new(slot.clone());
     let streams = Rc::new(Streams::new(limiter.clone()));
-    let mut window = match direction {
-        Direction::Inbound => Window::charged_to(slot.clone(), streams.clone()),
-        Direction::Outbound => Window::new(CONNECTION_WINDOW, streams.clone()),
-    };
+    let mut window = Window(streams.clone());
     let stream_window = stream_window(slot.max_bytes());
     memory.begin(CONNECTION_COST)?;
     let mut io = dialer.dial(remote, Alpn::Http2).await?;
@@ -593,7 +585,7 @@ async fn open(
         .enable_push(false)
         .initial_max_send_streams(INITIAL_MAX_STREAMS)
         .initial_window_size(stream_window)
-        .initial_connection_window_size(window.size)
+        .initial_connection_window_size(CONNECTION_WINDOW)
         .max_header_list_size(MAX_HEADER_LIST)
         .max_concurrent_reset_streams(MAX_LOCAL_RESETS)
         .max_send_buffer_size(MAX_SEND_BUFFER)
@@ -787,51 +779,21 @@ impl Barrier {
 
 /// The flow-control window of a connection. What a stream holds for its receiver takes nothing from the
 /// others: the window grows by as much, so a slow receiver slows its own stream only. That stream's
-/// window bounds the bytes. Its exchange is charged for them, or the window, which then grows while the
-/// caller may use memory for it, and never shrinks: the peer may use what it was granted.
-struct Window {
-    /// The size without what replaces the bytes that streams hold.
-    size: u32,
-    /// Charged for the window. None: it is not charged.
-    charge: Option<Charge>,
-    streams: Rc<Streams>,
-}
+/// window bounds the bytes, and its exchange is charged for them, or ends.
+struct Window(Rc<Streams>);
 
 impl Window {
-    fn new(size: u32, streams: Rc<Streams>) -> Self {
-        Self {
-            size,
-            charge: None,
-            streams,
-        }
-    }
-
-    /// The smallest window, until the caller may use memory for a window of the usual size.
-    fn charged_to(slot: Rc<ConnectionSlot>, streams: Rc<Streams>) -> Self {
-        Self {
-            charge: Some(Charge::new(slot)),
-            ..Self::new(MIN_CONNECTION_WINDOW, streams)
-        }
-    }
-
     /// The new size, if the window has to change. `cx` is that of the connection's task.
     fn resize(&mut self, cx: &Context<'_>) -> Option<u32> {
-        let task = &mut *self.streams.task.borrow_mut();
+        let Self(streams) = self;
+        let task = &mut *streams.task.borrow_mut();
         match task {
             Some(task) => task.clone_from(cx.waker()),
             None => *task = Some(cx.waker().clone()),
         }
-        let to_replace = self.streams.to_replace();
-        let Some(charge) = &mut self.charge else {
-            let is_changed = self.streams.replaced.replace(to_replace) != to_replace;
-            let size = self.size as usize + to_replace;
-            return is_changed.then(|| size.min(MAX_WINDOW) as u32);
-        };
-        let wanted = STREAM_WINDOW as usize + to_replace;
-        let is_larger = wanted > charge.amount() && charge.try_grow(wanted);
-        if is_larger {
-            self.streams.replaced.set(to_replace);
-        }
-        is_larger.then(|| wanted.min(MAX_WINDOW) as u32)
+        let to_replace = streams.to_replace();
+        let is_changed = streams.replaced.replace(to_replace) != to_replace;
+        let size = CONNECTION_WINDOW as usize + to_replace;
+        is_changed.then(|| size.min(MAX_WINDOW) as u32)
     }
 }

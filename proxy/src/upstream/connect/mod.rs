@@ -211,7 +211,7 @@ impl Pool {
         Self {
             remote,
             http1: RefCell::default(),
-            http2: Connections::new(limiter.clone(), Direction::Outbound),
+            http2: Connections::new(limiter.clone()),
             callers: RefCell::default(),
             limiter,
             closed: Cell::new(false),
@@ -304,7 +304,7 @@ impl Pool {
         // A limiter of its own: nothing that another caller does keeps its requests waiting.
         let (limits, metrics) = (self.limiter.limits, self.limiter.metrics.clone());
         let limiter = Limiter::new(limits, metrics);
-        let connections = Rc::new(Connections::new(limiter, Direction::Inbound));
+        let connections = Rc::new(Connections::new(limiter));
         if self.closed.get() {
             connections.close()
         } else {

@@ -50,7 +50,7 @@ fn slow_readers_do_not_block_other_requests_to_the_same_app() {
     on_worker(async {
         const MIB: usize = 1024 * 1024;
         for direction in [Direction::Outbound, Direction::Inbound] {
-            for limit in [64, 128, 256, 2048] {
+            for limit in [32, 64, 128, 256, 2048] {
                 let mesh = mesh_of(limit * MIB);
                 let destination = Backend::alone(large_responses().await);
                 let mut slow = Vec::new();
