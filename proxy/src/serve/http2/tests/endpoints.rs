@@ -4,6 +4,9 @@ use std::cell::Cell;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
+use super::hostile::{RST_STREAM, frame};
+use super::raw::{End, settings};
+use super::small_frames::respond_to_get;
 use super::*;
 
 #[test]
@@ -511,5 +514,63 @@ fn replies_with_upstream_malformed_to_non_http2_response() {
         let mut client = Mesh::new().client_of(address).await;
         let (response, _) = call(&mut client, get("/")).await.unwrap();
         assert_local_reply(&response, 502, "upstream-malformed");
+    });
+}
+
+#[test]
+fn streams_over_a_limit_that_the_endpoint_lowers_are_sent_again() {
+    on_worker(async {
+        let (heads, is_low) = (Cell::new(0), Cell::new(false));
+        let respond = move |stream, flags| {
+            if is_low.get() {
+                return respond_to_get(stream, flags);
+            }
+            heads.set(heads.get() + 1);
+            // The first one settles the connection.
+            match heads.get() {
+                1 => respond_to_get(stream, flags),
+                2..7 => Vec::new(),
+                _ => {
+                    is_low.set(true);
+                    let refused = (0..5)
+                        .map(|index| 5 + 2 * index)
+                        .flat_map(|stream| frame(RST_STREAM, 0, stream, &7_u32.to_be_bytes()));
+                    let lowered = settings(&[(3, 1)]).into_iter().chain(refused);
+                    lowered.chain(respond_to_get(3, flags)).collect()
+                }
+            }
+        };
+        let (listener, address) = listen().await;
+        let mesh = Mesh::new();
+        let mut client = mesh.client_of(address).await;
+        let app = End::accept(&listener, settings(&[(3, 100)]), respond);
+        let (first, app) = tokio::join!(call(&mut client, get("/")), app);
+        assert_eq!(first.unwrap().0.status(), 200);
+        let others = Rc::new(Cell::new(0));
+        let counted = others.clone();
+        tokio::task::spawn_local(async move {
+            loop {
+                let counted = counted.clone();
+                let respond = move |stream, flags| {
+                    counted.set(counted.get() + 1);
+                    respond_to_get(stream, flags)
+                };
+                End::accept(&listener, settings(&[(3, 1)]), respond).await;
+            }
+        });
+        let mut calls = Vec::new();
+        for _ in 0..6 {
+            let mut client = client.clone();
+            calls.push(tokio::task::spawn_local(async move {
+                call(&mut client, get("/")).await
+            }));
+        }
+        for called in calls {
+            let (response, _) = called.await.unwrap().unwrap();
+            assert_eq!(response.status(), 200, "{response:?}");
+        }
+        let sent = app.seen.heads.borrow().len() + others.get();
+        assert_eq!(sent, 7 + 5, "the refused ones twice");
+        app.sync().await;
     });
 }

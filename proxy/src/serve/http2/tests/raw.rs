@@ -73,13 +73,20 @@ impl End {
         respond: impl Fn(u32, u8) -> Vec<u8> + 'static,
     ) -> (SocketAddr, impl Future<Output = Self>) {
         let (listener, address) = listen().await;
-        let accepted = async move {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            let mut preface = [0; PREFACE.len() - 9];
-            stream.read_exact(&mut preface).await.unwrap();
-            Self::start(stream, hello, respond)
-        };
+        let accepted = async move { Self::accept(&listener, hello, respond).await };
         (address, accepted)
+    }
+
+    /// The application's end of the next connection.
+    pub async fn accept(
+        listener: &TcpListener,
+        hello: Vec<u8>,
+        respond: impl Fn(u32, u8) -> Vec<u8> + 'static,
+    ) -> Self {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let mut preface = [0; PREFACE.len() - 9];
+        stream.read_exact(&mut preface).await.unwrap();
+        Self::start(stream, hello, respond)
     }
 
     fn start(

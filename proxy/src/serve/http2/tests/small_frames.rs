@@ -24,7 +24,7 @@ fn small_frames(stream: u32, count: usize, max: usize) -> (Vec<u8>, Vec<u8>) {
 }
 
 /// A response without a body to a request without one.
-fn respond_to_get(stream: u32, flags: u8) -> Vec<u8> {
+pub(super) fn respond_to_get(stream: u32, flags: u8) -> Vec<u8> {
     if flags & END_STREAM == 0 {
         return Vec::new();
     }
