@@ -38,6 +38,7 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 
+use diy_mesh_control_plane::clock::Clock;
 use diy_mesh_control_plane::events::{Events, Queue, publish};
 use diy_mesh_model::identity;
 use diy_mesh_runtime::{Admin, Readiness, listen, raise_max_open_files};
@@ -149,6 +150,7 @@ impl Controller {
             trust_domain: config.trust_domain.clone(),
             certificate_life: config.certificate_life,
             ca_life: config.ca_life,
+            clock: Clock::default(),
             storage: match &config.ca {
                 config::Storage::Kubernetes => authority::Storage::Kubernetes {
                     client: cluster(),
@@ -218,7 +220,11 @@ impl Controller {
         let mut statuses = pin!(statuses.fuse());
         let context = |trust| grpc::Context {
             hub: hub.clone(),
-            authenticator: Arc::new(Authenticator::new(self.verifier, metrics.clone())),
+            authenticator: Arc::new(Authenticator::new(
+                self.verifier,
+                self.authority.clock().clone(),
+                metrics.clone(),
+            )),
             trust,
             authority: self.authority.clone(),
             proxies: self.proxies,
@@ -248,7 +254,10 @@ impl Controller {
         let store_edges = async {
             let is_cluster = config.catalog == config::Storage::Kubernetes;
             let client = self.client.clone().filter(|_| is_cluster);
-            edges::store::run(client, &config.pod_namespace, edges.clone(), &stopped).await;
+            // The clocks are compared before.
+            self.authority.loaded().await;
+            let (namespace, clock) = (&config.pod_namespace, self.authority.clock());
+            edges::store::run(client, namespace, edges.clone(), clock, &stopped).await;
         };
         let mut store_edges = pin!(store_edges.fuse());
         let keys = Fetcher::new(
@@ -304,13 +313,15 @@ fn urls<C: FromIterator<String>>(urls: &[String]) -> C {
 /// The name of the condition of readiness that a CA is loaded.
 pub const AUTHORITY_CONDITION: &str = "certificate authority";
 
-/// Adds the conditions of readiness: a synced and current catalog, and a CA.
+/// Adds the conditions of readiness: a right clock, a synced and current catalog, and a CA.
 fn add_conditions(
     readiness: &Readiness,
     hub: Hub,
     freshness: &Freshness,
     authority: AuthorityHandle,
 ) {
+    let clock = authority.clock().clone();
+    readiness.check("clock", move || clock.error());
     readiness.check(AUTHORITY_CONDITION, move || authority.unavailable());
     readiness.check("catalog", move || {
         let missing: Vec<&str> = hub
@@ -345,7 +356,8 @@ impl Sources {
         metrics::encode_edges(&self.edges, encoder)?;
         metrics::encode_ages(&self.freshness, encoder)?;
         metrics::encode_ready(&self.readiness, encoder)?;
-        authority::status::encode_metrics(&self.authority.status(), encoder)
+        let (status, now) = (self.authority.status(), self.authority.clock().now());
+        authority::status::encode_metrics(&status, now, encoder)
     }
 }
 
@@ -404,7 +416,8 @@ async fn serve_calls(
         return Ok(());
     };
     let context = context(trust.clone());
-    let serving = Serving::new(trust, names, context.certificate_life)?;
+    let clock = authority.clock().clone();
+    let serving = Serving::new(trust, names, context.certificate_life, clock)?;
     tokio::select! {
         () = grpc::serve(socket, serving.tls(), context) => Ok(()),
         () = serving.renew() => Ok(()),

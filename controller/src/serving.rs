@@ -10,6 +10,7 @@ use std::pin::Pin;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
+use diy_mesh_control_plane::clock::Clock;
 use diy_mesh_control_plane::tls::{Client, Limits, OpenCall, TlsServer};
 use diy_mesh_model::identity::{Identity, InvalidIdentity};
 use rustls::ServerConfig;
@@ -63,6 +64,7 @@ pub struct Serving {
     trust: TrustReceiver,
     names: Names,
     life: Duration,
+    clock: Clock,
     current: RwLock<Current>,
 }
 
@@ -79,13 +81,15 @@ impl Serving {
         trust: TrustReceiver,
         names: Names,
         life: Duration,
+        clock: Clock,
     ) -> Result<Arc<Serving>, SignError> {
         let issuer = trust.borrow().issuer.clone();
         Ok(Arc::new(Serving {
-            current: RwLock::new(sign(issuer, &names, life)?),
+            current: RwLock::new(sign(issuer, &names, clock.now(), life)?),
             trust,
             names,
             life,
+            clock,
         }))
     }
 
@@ -97,7 +101,7 @@ impl Serving {
         loop {
             let wait = match self.renew_if_due() {
                 Ok(next) => next
-                    .duration_since(SystemTime::now())
+                    .duration_since(self.clock.now())
                     .unwrap_or_default()
                     .min(CLOCK_CHECK_INTERVAL),
                 Err(error) => {
@@ -118,11 +122,11 @@ impl Serving {
         {
             let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
             let used = current.signed..current.renew;
-            if Arc::ptr_eq(&current.issuer, &issuer) && used.contains(&SystemTime::now()) {
+            if Arc::ptr_eq(&current.issuer, &issuer) && used.contains(&self.clock.now()) {
                 return Ok(current.renew);
             }
         }
-        let new = sign(issuer, &self.names, self.life)?;
+        let new = sign(issuer, &self.names, self.clock.now(), self.life)?;
         tracing::info!(issuer = new.issuer.id(), "serving certificate renewed");
         let renew = new.renew;
         *self.current.write().unwrap_or_else(PoisonError::into_inner) = new;
@@ -160,8 +164,12 @@ impl fmt::Debug for Resolver {
     }
 }
 
-fn sign(issuer: Arc<Issuer>, names: &Names, life: Duration) -> Result<Current, SignError> {
-    let now = SystemTime::now();
+fn sign(
+    issuer: Arc<Issuer>,
+    names: &Names,
+    now: SystemTime,
+    life: Duration,
+) -> Result<Current, SignError> {
     let local = [
         IpAddr::V4(Ipv4Addr::LOCALHOST),
         IpAddr::V6(Ipv6Addr::LOCALHOST),
@@ -273,7 +281,7 @@ mod tests {
         let authority = watch::Sender::new(Arc::new(trust()));
         let names = Names::new("cluster.local", "service-mesh").unwrap();
         let life = Duration::from_secs(life);
-        let serving = Serving::new(authority.subscribe(), names, life).unwrap();
+        let serving = Serving::new(authority.subscribe(), names, life, Clock::default()).unwrap();
         (serving, authority)
     }
 

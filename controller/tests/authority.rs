@@ -70,6 +70,7 @@ impl Replica {
             trust_domain: "cluster.local".into(),
             certificate_life,
             ca_life,
+            clock: Default::default(),
             storage: Storage::Files(folder.to_owned()),
         };
         let (authority, run) = authority::start(options, &hub, registry.clone());

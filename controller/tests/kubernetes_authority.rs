@@ -282,6 +282,7 @@ impl Replica {
         let hub = Hub::default();
         hub.apply(Kind::ALL.map(|kind| Change::Reset(kind, vec![])));
         let options = Options {
+            clock: Default::default(),
             trust_domain: "cluster.local".into(),
             certificate_life: Duration::from_secs(30),
             ca_life: Duration::from_secs(3600),

@@ -5,11 +5,10 @@
 mod support;
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
+use diy_mesh_testkit::memory::MemoryGroup;
 use diy_mesh_testkit::net::{listen, read_head};
 use diy_mesh_testkit::process::Process;
 use diy_mesh_testkit::tokens::Signer;
@@ -20,13 +19,24 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{sleep, timeout};
 
 /// The limit of the manifest, without what 2,000 subscribed pods take.
-const LIMIT: usize = (512 - 120) * 1024 * 1024;
+const LIMIT: u64 = (512 - 120) * 1024 * 1024;
 const ORDINARY_PODS: usize = 20_000;
 const LARGE_PODS: usize = 30;
-/// Of each kind of custom resources: just below the limit of an object, and just above.
-const POLICIES: usize = 10;
+/// Of each kind of custom resources, a full page: half just below the limit of an object, half just
+/// above.
+const POLICIES: usize = 50;
 /// The kinds of custom resources that the cluster has.
-const INSTALLED: [&str; 3] = ["authorizationpolicies", "trafficpolicies", "httproutes"];
+const INSTALLED: [&str; 9] = [
+    "authorizationpolicies",
+    "trafficpolicies",
+    "httproutes",
+    "grpcroutes",
+    "tcproutes",
+    "referencegrants",
+    "xbackends",
+    "trafficsplits",
+    "traffictargets",
+];
 const TIMEOUT: Duration = Duration::from_secs(600);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -35,8 +45,9 @@ async fn largest_objects_of_tenants_fit_the_limit_of_the_manifest() {
     if !is_root() {
         return;
     }
-    let Some(cgroup) = Cgroup::new("diy-mesh-controller-memory", LIMIT) else {
-        return skip("there is no memory cgroup to create another one in");
+    let group = match MemoryGroup::new(LIMIT) {
+        Ok(group) => group,
+        Err(reason) => return skip(reason),
     };
     let files = support::scratch();
     let (listener, address) = listen().await;
@@ -52,13 +63,9 @@ async fn largest_objects_of_tenants_fit_the_limit_of_the_manifest() {
     let issuer = Signer::named("first");
     fs::write(files.path().join("jwks.json"), issuer.jwks()).unwrap();
     let folder = files.path().display();
-    let start = format!(
-        "echo $$ >{}/cgroup.procs && exec \"$@\"",
-        cgroup.0.display()
-    );
     let mut process = Process::start(
-        Command::new("sh")
-            .args(["-c", &start, "sh", env!("CARGO_BIN_EXE_controller")])
+        group
+            .command(env!("CARGO_BIN_EXE_controller"))
             .args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
             .args(["--ca", &format!("files:{folder}")])
             .args(["--authenticator", &format!("jwks:{folder}/jwks.json")])
@@ -73,42 +80,9 @@ async fn largest_objects_of_tenants_fit_the_limit_of_the_manifest() {
     };
     let synced = timeout(TIMEOUT, synced).await;
     synced.expect("the catalog is synced in time");
-    let peak = cgroup.peak();
+    let peak = group.peak();
     println!("peak: {} MiB", peak >> 20);
     assert!(peak < LIMIT, "{peak} bytes");
-}
-
-/// A memory cgroup of version 1 or 2, which is removed with its process.
-struct Cgroup(PathBuf);
-
-impl Cgroup {
-    fn new(name: &str, limit: usize) -> Option<Cgroup> {
-        let root = Path::new("/sys/fs/cgroup");
-        let (parent, file) = if root.join("memory/cgroup.procs").exists() {
-            (root.join("memory"), "memory.limit_in_bytes")
-        } else {
-            (root.to_owned(), "memory.max")
-        };
-        let folder = parent.join(format!("{name}-{}", std::process::id()));
-        fs::create_dir(&folder).ok()?;
-        let cgroup = Cgroup(folder);
-        fs::write(cgroup.0.join(file), limit.to_string()).ok()?;
-        Some(cgroup)
-    }
-
-    fn peak(&self) -> usize {
-        let files = ["memory.max_usage_in_bytes", "memory.peak"];
-        let mut texts = files
-            .iter()
-            .filter_map(|file| fs::read_to_string(self.0.join(file)).ok());
-        texts.next().unwrap().trim().parse().unwrap()
-    }
-}
-
-impl Drop for Cgroup {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0);
-    }
 }
 
 /// An API server that makes objects while it sends them.
@@ -139,7 +113,7 @@ async fn respond(mut stream: TcpStream, texts: &Texts) -> std::io::Result<()> {
     let number = |name: &str| parameter(name).and_then(|value| value.parse::<usize>().ok());
     let (count, object): (usize, fn(&Texts, usize) -> String) = match plural {
         "pods" => (LARGE_PODS + ORDINARY_PODS, Texts::pod),
-        kind if INSTALLED.contains(&kind) => (2 * POLICIES, Texts::policy),
+        kind if INSTALLED.contains(&kind) => (POLICIES, Texts::policy),
         "customresourcedefinitions" => {
             let is_installed = INSTALLED.iter().any(|kind| query.contains(kind));
             (usize::from(is_installed), Texts::definition)
@@ -204,7 +178,10 @@ impl Texts {
     }
 
     fn definition(&self, _: usize) -> String {
-        let versions = ["v1", "v1alpha1"].map(|name| json!({"name": name, "served": true}));
+        let versions = [
+            "v1", "v1beta1", "v1alpha1", "v1alpha2", "v1alpha3", "v1alpha4",
+        ];
+        let versions = versions.map(|name| json!({"name": name, "served": true}));
         let established = json!({"type": "Established", "status": "True"});
         json!({"metadata": {"name": "definition", "resourceVersion": "5"},
             "spec": {"versions": versions}, "status": {"conditions": [established]}})

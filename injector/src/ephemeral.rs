@@ -7,7 +7,7 @@ use std::convert::Infallible;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use crate::certificate::{KeyMaterial, Names};
 use crate::publish::{Error, Publisher};
@@ -21,8 +21,9 @@ pub async fn run(
     names: &Names,
     ca_file: &Path,
 ) -> Result<Infallible, Error> {
-    let mut material = KeyMaterial::generate(names, SystemTime::now())?;
-    publish(publisher, ca_file, &material).await?;
+    let now = SystemTime::now();
+    let mut material = KeyMaterial::generate(names, now)?;
+    publish(publisher, ca_file, &material, now).await?;
     loop {
         sleep(RENEWAL_CHECK_INTERVAL).await;
         match renew(publisher, names, ca_file, &material).await {
@@ -39,9 +40,10 @@ async fn renew(
     ca_file: &Path,
     material: &KeyMaterial,
 ) -> Result<Option<KeyMaterial>, Error> {
-    let renewed = material.renewed(names, SystemTime::now())?;
+    let now = SystemTime::now();
+    let renewed = material.renewed(names, now)?;
     if let Some(renewed) = &renewed {
-        publish(publisher, ca_file, renewed).await?;
+        publish(publisher, ca_file, renewed, now).await?;
     }
     Ok(renewed)
 }
@@ -50,12 +52,15 @@ async fn publish(
     publisher: &Publisher,
     ca_file: &Path,
     material: &KeyMaterial,
+    now: SystemTime,
 ) -> Result<(), Error> {
     write_atomically(ca_file, &material.bundle())
         .await
         .map_err(|error| Error::CaFile(ca_file.to_owned(), error))?;
     publisher.publish(material)?;
-    publisher.health.ready_until(material.serving_not_after());
+    let left = material.serving_not_after().duration_since(now);
+    let left = left.unwrap_or_default();
+    publisher.health.ready_until(Instant::now() + left);
     Ok(())
 }
 

@@ -1,9 +1,8 @@
 //! The readiness of the injector: a serving certificate that has not expired, and a webhook
 //! configuration with its CA.
 
-use std::time::SystemTime;
-
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 /// The state of the certificates. Updated by their publisher.
 #[derive(Debug)]
@@ -14,7 +13,7 @@ pub struct Health {
 #[derive(Clone, Debug)]
 enum State {
     NotReady(String),
-    ReadyUntil(SystemTime),
+    ReadyUntil(Instant),
 }
 
 impl Default for Health {
@@ -28,7 +27,7 @@ impl Default for Health {
 
 impl Health {
     /// Marks the injector as ready until the serving certificate expires.
-    pub fn ready_until(&self, not_after: SystemTime) {
+    pub fn ready_until(&self, not_after: Instant) {
         self.state.send_replace(State::ReadyUntil(not_after));
     }
 
@@ -44,12 +43,12 @@ impl Health {
         }
     }
 
-    /// The reason why the injector is not ready at `now`.
-    pub fn unmet(&self, now: SystemTime) -> Option<String> {
+    /// The reason why the injector is not ready.
+    pub fn unmet(&self) -> Option<String> {
         match &*self.state.borrow() {
             State::NotReady(reason) => Some(reason.clone()),
             State::ReadyUntil(not_after) => {
-                (now >= *not_after).then(|| "the serving certificate has expired".into())
+                (Instant::now() >= *not_after).then(|| "the serving certificate has expired".into())
             }
         }
     }
@@ -69,21 +68,19 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    #[test]
-    fn is_ready_from_the_first_certificate_until_the_last_expires() {
-        let (health, now) = (Health::default(), SystemTime::now());
-        assert_eq!(health.unmet(now).as_deref(), Some("no certificate yet"));
+    #[tokio::test(start_paused = true)]
+    async fn is_ready_from_the_first_certificate_until_the_last_expires() {
+        let health = Health::default();
+        assert_eq!(health.unmet().as_deref(), Some("no certificate yet"));
         health.not_ready_yet("the API does not respond");
-        assert_eq!(
-            health.unmet(now).as_deref(),
-            Some("the API does not respond")
-        );
-        let not_after = now + Duration::from_secs(60);
-        health.ready_until(not_after);
+        assert_eq!(health.unmet().as_deref(), Some("the API does not respond"));
+        let life = Duration::from_secs(60);
+        health.ready_until(Instant::now() + life);
         health.not_ready_yet("the API does not respond");
-        assert_eq!(health.unmet(now), None);
+        assert_eq!(health.unmet(), None);
+        tokio::time::advance(life).await;
         assert_eq!(
-            health.unmet(not_after).as_deref(),
+            health.unmet().as_deref(),
             Some("the serving certificate has expired")
         );
     }

@@ -16,18 +16,17 @@ use std::convert::Infallible;
 use std::pin::pin;
 use std::time::{Duration, SystemTime};
 
+use diy_mesh_control_plane::clock;
 use diy_mesh_runtime::{Backoff, error_chain};
 use futures::StreamExt;
-use http::{Request, header};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
 use k8s_openapi::api::core::v1::{Pod, Secret};
 use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
-use kube::client::Body;
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client};
 use serde_json::json;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::certificate::{FIELDS, KeyMaterial, Names};
 use crate::config::Settings;
@@ -152,7 +151,7 @@ impl Reconciler<'_> {
         let health = &self.publisher.health;
         if self.reconcile_ca_bundle(&material.bundle()).await? {
             let left = material.serving_not_after().duration_since(now);
-            health.ready_until(SystemTime::now() + left.unwrap_or_default());
+            health.ready_until(Instant::now() + left.unwrap_or_default());
         } else {
             let name = self.configuration_name;
             let reason = format!("MutatingWebhookConfiguration {name} does not exist");
@@ -176,14 +175,8 @@ impl Reconciler<'_> {
 
     /// The time of the API server. The own one if its responses have none.
     async fn now(&self) -> Result<SystemTime, Error> {
-        let request = Request::get("/version").body(Body::empty());
-        let request = async {
-            let request = request.map_err(kube::Error::HttpError)?;
-            self.client.send(request).await
-        };
-        let response = api("read the time of the API server", request).await?;
-        let date = response.headers().get(header::DATE);
-        let date = date.and_then(|date| httpdate::parse_http_date(date.to_str().ok()?).ok());
+        let date = clock::date(&self.client);
+        let date = api("read the time of the API server", date).await?;
         Ok(date.unwrap_or_else(SystemTime::now))
     }
 

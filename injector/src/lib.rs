@@ -35,7 +35,6 @@ pub mod webhook;
 use std::future::Future;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use diy_mesh_control_plane::events::{Events, Queue, publish};
 use diy_mesh_runtime::{Admin, Readiness, listen, raise_max_open_files};
@@ -140,7 +139,7 @@ impl Injector {
         let readiness = Readiness::default();
         readiness.check("certificates", {
             let health = health.clone();
-            move || health.unmet(SystemTime::now())
+            move || health.unmet()
         });
         let admin = {
             let metrics = metrics.clone();

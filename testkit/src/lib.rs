@@ -1,10 +1,11 @@
-//! What the tests of several crates need: sockets, a client, processes, waiting, keys and their
-//! certificates and tokens. A dependency of tests only. It depends on no other crate of the
+//! What the tests of several crates need: sockets, a client, processes and their memory, waiting,
+//! keys and their certificates and tokens. A dependency of tests only. It depends on no other crate of the
 //! workspace, so that the unit tests of each one can use it.
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
 pub mod authority;
 pub mod http;
+pub mod memory;
 pub mod metrics;
 pub mod net;
 pub mod output;

@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use aws_lc_rs::digest;
+use diy_mesh_control_plane::clock::Clock;
 use diy_mesh_proto::TOKEN_AUDIENCE;
 use diy_mesh_runtime::admission::{Admission, network};
 use tonic::Status;
@@ -155,6 +156,7 @@ pub enum Verifier {
 /// Verifies the tokens of calls.
 pub struct Authenticator {
     verifier: Verifier,
+    clock: Clock,
     reviews: Arc<Admission<Option<IpAddr>>>,
     cache: Mutex<ResultCache>,
     metrics: Arc<Metrics>,
@@ -162,9 +164,10 @@ pub struct Authenticator {
 
 impl Authenticator {
     /// An authenticator that uses `verifier`.
-    pub fn new(verifier: Verifier, metrics: Arc<Metrics>) -> Authenticator {
+    pub fn new(verifier: Verifier, clock: Clock, metrics: Arc<Metrics>) -> Authenticator {
         Authenticator {
             verifier,
+            clock,
             reviews: Admission::new(MAX_CONCURRENT_REVIEWS),
             cache: Mutex::default(),
             metrics,
@@ -211,7 +214,7 @@ impl Authenticator {
             return Err(refused(&reason));
         }
         if let Verifier::Kubernetes(_) = self.verifier {
-            precheck::check(token, SystemTime::now())?;
+            precheck::check(token, self.clock.now())?;
         }
         let hash = hash(token);
         if let Some(result) = self.cache().get(&hash, Instant::now()) {
@@ -237,7 +240,7 @@ impl Authenticator {
             Verifier::Kubernetes(client) => tokenreview::review(client, token).await,
             Verifier::Jwks(keys, _) => keys.verify(token),
         };
-        let (now, time) = (Instant::now(), SystemTime::now());
+        let (now, time) = (Instant::now(), self.clock.now());
         match &result {
             Ok(Accepted { caller, expires }) => {
                 let until = now + cache_ttl(*expires, time);
@@ -490,7 +493,7 @@ mod tests {
         for flooders in [1, 8] {
             let metrics = Arc::new(Metrics::new(|_| Ok(())));
             let verifier = Verifier::Kubernetes(api_server());
-            let authenticator = Arc::new(Authenticator::new(verifier, metrics));
+            let authenticator = Arc::new(Authenticator::new(verifier, Clock::default(), metrics));
             for number in 0..1000 {
                 let authenticator = authenticator.clone();
                 let address = Some(IpAddr::from([10, 0, 0, number as u8 % flooders]));
@@ -527,7 +530,8 @@ mod tests {
         };
         let client = kube::Client::new(tower::service_fn(answer), "default");
         let metrics = Arc::new(Metrics::new(|_| Ok(())));
-        let authenticator = Authenticator::new(Verifier::Kubernetes(client), metrics);
+        let authenticator =
+            Authenticator::new(Verifier::Kubernetes(client), Clock::default(), metrics);
         let user: Arc<str> = "system:serviceaccount:shop:web".into();
         for _ in 0..1000 {
             let denied = authenticator.namespaces(&user, None).await;

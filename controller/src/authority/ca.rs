@@ -173,6 +173,12 @@ impl Ca {
     }
 
     fn check(&self, names: &FieldNames, now: SystemTime) -> Result<Issuer, StateError> {
+        // The rotation replaces a generated CA whose lifetime has not begun. It can sign.
+        let now = if self.is_generated() {
+            now.max(self.certificate().not_before)
+        } else {
+            now
+        };
         let hint = "expected the private key of the CA, as PEM";
         let key = self.key.as_deref();
         let key = key.ok_or_else(|| StateError::missing(names.key, hint))?;

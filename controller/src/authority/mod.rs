@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::{digest, rand};
+use diy_mesh_control_plane::clock::Clock;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use rustls::pki_types::CertificateDer;
@@ -112,6 +113,8 @@ pub struct Options {
     pub ca_life: Duration,
     /// The storage of the state.
     pub storage: Storage,
+    /// The clock of this replica, which the authority compares with others.
+    pub clock: Clock,
 }
 
 /// The storage of the state and of the published roots.
@@ -131,12 +134,18 @@ pub enum Storage {
 /// The authority for the other modules.
 #[derive(Clone)]
 pub struct AuthorityHandle {
+    clock: Clock,
     trust: watch::Receiver<Option<TrustSender>>,
     status: watch::Receiver<Status>,
     published: watch::Receiver<PublishStatus>,
 }
 
 impl AuthorityHandle {
+    /// The trusted time, from the first loaded CA on.
+    pub fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
     /// Waits for a usable CA. `None`: the authority has ended.
     pub async fn loaded(&self) -> Option<TrustSender> {
         let mut trust = self.trust.clone();
@@ -215,6 +224,7 @@ fn start_with<P: Future<Output = ()> + Send>(
     let (published_sender, published) = watch::channel(PublishStatus::default());
     let status = StatusSender::new(&store.place(), &replica);
     let handle = AuthorityHandle {
+        clock: options.clock.clone(),
         trust: trust.subscribe(),
         status: status.sender.subscribe(),
         published: published.clone(),
@@ -228,6 +238,7 @@ fn start_with<P: Future<Output = ()> + Send>(
             settle,
         },
         replica,
+        clock: options.clock,
         hub: hub.clone(),
         proxies,
         published,

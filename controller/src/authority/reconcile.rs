@@ -7,10 +7,12 @@
 //! clock and the proxies. While the store is unavailable, the loaded state stays in use.
 
 use std::collections::BTreeMap;
+use std::mem::{discriminant, replace};
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
+use diy_mesh_control_plane::clock::{Clock, Finding};
 use diy_mesh_runtime::{Backoff, error_chain};
 use futures::StreamExt;
 use serde::Deserialize;
@@ -56,6 +58,7 @@ pub(super) struct Reconciler<S> {
     pub(super) policy: RotationPolicy,
     /// The name of this replica.
     pub(super) replica: String,
+    pub(super) clock: Clock,
     pub(super) hub: Hub,
     pub(super) proxies: Proxies,
     pub(super) published: watch::Receiver<PublishStatus>,
@@ -71,7 +74,7 @@ struct Memory {
     /// The version of the store that is loaded.
     version: Option<String>,
     empty_since: Option<Instant>,
-    liveness: Liveness,
+    others: Others,
     agreement: Agreement,
     /// The latest one in the reports of this replica.
     beat: u64,
@@ -80,6 +83,16 @@ struct Memory {
     /// The digest from which on the next report names pods.
     from: u64,
     next_report: Option<Instant>,
+}
+
+/// The other replicas.
+#[derive(Default)]
+struct Others {
+    liveness: Liveness,
+    /// The reports of live replicas, if they were read since the own report was written.
+    live: Option<BTreeMap<String, Report>>,
+    /// The latest comparison of the clocks.
+    finding: Finding,
 }
 
 /// The loaded state.
@@ -123,7 +136,7 @@ impl<S: Store> Reconciler<S> {
                 }
                 Ok(Outcome::Done) => {
                     backoff.reset();
-                    self.status.problem(None);
+                    self.status.problem(self.clock.error());
                     memory.next_report
                 }
                 Ok(Outcome::Empty(problem)) => {
@@ -150,6 +163,10 @@ impl<S: Store> Reconciler<S> {
     }
 
     async fn reconcile(&mut self, memory: &mut Memory) -> Result<Outcome, Error> {
+        let is_due = memory.next_report.is_none_or(|next| next <= Instant::now());
+        if is_due {
+            self.read_others(&mut memory.others).await?;
+        }
         let stored = match self.store.read().await? {
             Some(stored) if !stored.is_empty() => stored,
             empty => return self.fill_empty_store(memory, empty.as_ref()).await,
@@ -165,15 +182,11 @@ impl<S: Store> Reconciler<S> {
             return Ok(Outcome::Done);
         };
         if let Some(request) = &stored.request {
-            let now = SystemTime::now();
+            let now = self.clock.verdict().ca_time;
             let next = self.policy.request(&loaded.state, request, now);
             let next = next.map_err(other)?;
-            tracing::info!(
-                request = request.trim(),
-                "rotation: {}",
-                next.rotation.answer
-            );
-            return self.write(next, Some(loaded), Some(&stored)).await;
+            let note = format!("rotation: {}", next.rotation.answer);
+            return self.write(next, Some(loaded), Some(&stored), &note).await;
         }
         match memory.next_report {
             Some(next) if Instant::now() < next => Ok(Outcome::Done),
@@ -213,39 +226,36 @@ impl<S: Store> Reconciler<S> {
                 ),
             }));
         }
-        let state = match loaded {
-            Some(loaded) => {
-                tracing::warn!("{place} is empty, restoring the loaded CA");
-                loaded.state.clone()
-            }
+        let (state, note) = match loaded {
+            Some(loaded) => (loaded.state.clone(), "restoring the loaded CA"),
             None => {
-                tracing::info!("{place} contains no CA, generating one");
                 let policy = &self.policy;
-                let generated =
-                    CaState::generate(&policy.trust_domain, SystemTime::now(), policy.ca_life);
+                let now = self.clock.verdict().ca_time;
+                let generated = CaState::generate(&policy.trust_domain, now, policy.ca_life);
                 let mut state = generated.map_err(other)?;
                 if count > 0 {
                     state.rotation.reason = format!(
                         "the CA was lost and a new one generated: {place} contained none, but the mesh had one ({count} traces: {names})"
                     );
                 }
-                state
+                (state, "generating a CA")
             }
         };
-        self.write(state, loaded, empty).await
+        let note = format!("{place} is empty, {note}");
+        self.write(state, loaded, empty, &note).await
     }
 
     /// Loads a stored state and publishes its trust.
     async fn load(&mut self, memory: &mut Memory, stored: &Stored) -> Result<Outcome, Error> {
-        let (now, place) = (SystemTime::now(), self.store.place());
+        let (time, place) = (self.clock.verdict(), self.store.place());
         let unusable = |reason| Error::Other(format!("cannot use the CA in {place}: {reason}"));
-        let state = CaState::read(&stored.fields, now);
+        let state = CaState::read(&stored.fields, time.now);
         let state = state.map_err(|error| unusable(error.to_string()))?;
         if let Some(loaded) = &memory.loaded
-            && let Some(next) = self.policy.adopt(&loaded.state, &state, now)
+            && let Some(next) = self.policy.adopt(&loaded.state, &state, time.ca_time)
         {
-            tracing::warn!("{}", next.rotation.reason);
-            return self.write(next, Some(loaded), Some(stored)).await;
+            let note = next.rotation.reason.clone();
+            return self.write(next, Some(loaded), Some(stored), &note).await;
         }
         let before = memory.loaded.as_ref().map(|loaded| &loaded.state);
         let trust = self.trust(&state, before).map_err(unusable)?;
@@ -315,14 +325,14 @@ impl<S: Store> Reconciler<S> {
             ROTATION_REPORT_INTERVAL
         };
         memory.next_report = Some(Instant::now() + interval);
-        let now = SystemTime::now();
-        memory.beat = seconds(now).max(memory.beat + 1);
+        let (own, time) = (seconds(self.clock.own()), self.clock.verdict());
+        memory.beat = own + u64::from(own == memory.beat);
         let report = Report {
             beat: memory.beat,
             confirmed: memory.confirmed,
             ..self.report(loaded, memory.from).await
         };
-        let reports = self.exchange_reports(&mut memory.liveness, report).await?;
+        let reports = self.exchange_reports(&mut memory.others, report).await?;
         let others = reports.iter().filter(|(name, _)| **name != self.replica);
         let urls = others.clone().flat_map(|(_, report)| &report.unknown_keys);
         self.hub.receive_unknown_keys(urls.cloned());
@@ -341,48 +351,67 @@ impl<S: Store> Reconciler<S> {
         };
         memory.confirmed = observed.next_confirmed();
         memory.from = observed.next_from();
-        let step = self.policy.next(&loaded.state, &observed, now);
+        let step = self.policy.next(&loaded.state, &observed, &time);
         let (waiting, next) = match step.map_err(other)? {
             Step::Wait(waiting) => (waiting, None),
             Step::Write(next) => (Vec::new(), Some(next)),
         };
         let agree = next.is_some() && self.hub.is_listed(Kind::Pod);
         let is_stable = memory.agreement.is_stable(agree, &observed);
-        self.status.remind(loaded.state.signer(), &waiting, now);
+        self.status
+            .remind(loaded.state.signer(), &waiting, time.ca_time);
         self.status.update(&loaded.state, waiting, observed.reports);
+        // A replica that has just started does not know the clocks of others.
+        let is_certain = is_steady && !time.is_disputed();
         match next {
-            Some(next) if is_stable || is_steady => {
-                let phase = next.rotation.phase.name();
-                tracing::info!(
-                    "rotation: entering the phase {phase}: {}",
-                    next.rotation.reason
-                );
-                self.write(*next, Some(loaded), Some(stored)).await
+            Some(next) if is_stable || is_certain => {
+                let (phase, reason) = (next.rotation.phase.name(), &next.rotation.reason);
+                let note = format!("rotation: entering the phase {phase}: {reason}");
+                self.write(*next, Some(loaded), Some(stored), &note).await
             }
             _ => Ok(Outcome::Done),
         }
     }
 
-    /// Removes the reports of dead replicas, writes that of this one and returns those of the live
-    /// ones.
-    async fn exchange_reports(
-        &self,
-        liveness: &mut Liveness,
-        report: Report,
-    ) -> Result<BTreeMap<String, Report>, Error> {
-        let text = serde_json::to_string(&report).expect("numbers and texts are valid JSON");
-        let others = self.store.reports().await?.into_iter();
-        let others = others.filter(|(name, _)| *name != self.replica);
+    /// Reads the reports of other replicas, removes those of dead ones, and compares the clocks.
+    async fn read_others(&self, others: &mut Others) -> Result<(), Error> {
+        let reports = self.store.reports().await?.into_iter();
+        let reports = reports.filter(|(name, _)| *name != self.replica);
         // An invalid one is too old.
-        let others = others.map(|(name, text)| {
+        let reports = reports.map(|(name, text)| {
             let report = serde_json::from_str(&text);
             (name, report.unwrap_or_default())
         });
-        let (mut live, dead) = liveness.update(others.collect(), Instant::now());
+        let liveness = &mut others.liveness;
+        let (live, dead) = liveness.update(reports.collect(), Instant::now());
         for name in dead {
             tracing::info!("replica {name} has stopped, removing its report");
             self.store.report(&name, None).await?;
         }
+        let date = self.store.date().await;
+        self.clock.compare(date, others.liveness.clocks());
+        let finding = self.clock.verdict().finding;
+        let before = replace(&mut others.finding, finding);
+        match finding {
+            _ if discriminant(&before) == discriminant(&finding) => {}
+            Finding::Agreement => tracing::info!("{finding}"),
+            _ => tracing::warn!("{finding}"),
+        }
+        others.live = Some(live);
+        Ok(())
+    }
+
+    /// Writes the report of this replica, and returns those of all live ones.
+    async fn exchange_reports(
+        &self,
+        others: &mut Others,
+        report: Report,
+    ) -> Result<BTreeMap<String, Report>, Error> {
+        if others.live.is_none() {
+            self.read_others(others).await?;
+        }
+        let mut live = others.live.take().unwrap_or_default();
+        let text = serde_json::to_string(&report).expect("numbers and texts are valid JSON");
         self.store.report(&self.replica, Some(&text)).await?;
         live.insert(self.replica.clone(), report);
         Ok(live)
@@ -459,12 +488,18 @@ impl<S: Store> Reconciler<S> {
             .collect()
     }
 
+    /// Writes a state and logs a note about it, unless the clock of this replica is wrong.
     async fn write(
         &self,
         mut state: CaState,
         loaded: Option<&Loaded>,
         before: Option<&Stored>,
+        note: &str,
     ) -> Result<Outcome, Error> {
+        if let Some(error) = self.clock.error() {
+            return Err(Error::Other(error));
+        }
+        tracing::info!("{note}");
         let known = loaded.map_or(0, |loaded| loaded.state.rotation.generation);
         state.rotation.generation = known.max(state.rotation.generation) + 1;
         if let Written::Conflict = self.store.write(&state.write(), before).await? {
@@ -477,3 +512,6 @@ impl<S: Store> Reconciler<S> {
 fn other(error: impl std::fmt::Display) -> Error {
     Error::Other(error.to_string())
 }
+
+#[cfg(test)]
+mod tests;

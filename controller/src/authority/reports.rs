@@ -7,9 +7,10 @@
 //! that was connected once and fulfilled the condition of the phase is accounted for.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::digest::{SHA256, digest};
+use diy_mesh_control_plane::clock::Reading;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -33,7 +34,7 @@ pub(super) const END: u64 = 1 << 48;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Report {
-    /// The time in seconds since 1970, or more: each report has another one.
+    /// The time of its clock in seconds since 1970. Differs from the one before.
     pub beat: u64,
     /// Version of the CA state that the replica uses.
     pub state: String,
@@ -290,6 +291,20 @@ impl Liveness {
             }
         }
         (live, dead)
+    }
+
+    /// The clocks of live replicas. An unchanged report may be that of a replica that has stopped
+    /// long ago.
+    pub(super) fn clocks(&self) -> Vec<Reading> {
+        let live = self.0.values().filter(|seen| {
+            let age = seen.since.elapsed();
+            seen.has_changed && age < LIVENESS_TIMEOUT
+        });
+        let clocks = live.filter_map(|seen| {
+            let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seen.beat));
+            time.map(|time| Reading::new(time, seen.since))
+        });
+        clocks.collect()
     }
 }
 

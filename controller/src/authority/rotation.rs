@@ -17,6 +17,8 @@
 
 use std::time::{Duration, SystemTime};
 
+use diy_mesh_control_plane::clock::Verdict;
+
 use super::ca::Ca;
 use super::reports::Observation;
 use super::state::{CaState, Phase, StateError, seconds, time};
@@ -65,21 +67,29 @@ impl RotationPolicy {
         &self,
         state: &CaState,
         observed: &Observation,
-        now: SystemTime,
+        verdict: &Verdict,
     ) -> Result<Step, StateError> {
-        let since = time(state.rotation.since);
+        let (now, since) = (verdict.ca_time, time(state.rotation.since));
+        // While the clocks are disputed, no time has passed.
+        let is_past = |deadline| !verdict.is_disputed() && now >= deadline;
         let (waiting, next) = match state.rotation.phase {
-            Phase::Steady if is_due(&state.current, now) => {
-                let reason = "two thirds of the CA's lifetime have passed";
+            Phase::Steady => {
+                let reason = due(&state.current, verdict);
+                let next = reason.map(|reason| self.announce(state, now, reason));
+                (Vec::new(), next.transpose()?)
+            }
+            Phase::Announcing
+                if (state.next.iter()).any(|next| is_of_the_future(next, verdict)) =>
+            {
+                let reason = "the next CA is not valid yet";
                 (Vec::new(), Some(self.announce(state, now, reason)?))
             }
-            Phase::Steady => (Vec::new(), None),
             Phase::Announcing | Phase::Adopting => {
                 // A proxy that was absent for the lifetime of a leaf starts with the new roots. One
                 // that is connected and does not acknowledge must not hold the rotation for longer:
                 // a tenant could keep a stolen key in use.
-                let proxies_count = now < since + self.leaf_life + SKEW;
-                let namespaces_count = now < since + NAMESPACE_TIMEOUT;
+                let proxies_count = !is_past(since + self.leaf_life + SKEW);
+                let namespaces_count = !is_past(since + NAMESPACE_TIMEOUT);
                 let mut waiting = observed.not_acknowledged(proxies_count, namespaces_count);
                 if let Ok(left) = (since + self.settle).duration_since(now)
                     && waiting.is_empty()
@@ -92,6 +102,10 @@ impl RotationPolicy {
                 }
                 let reason = if waiting.is_empty() {
                     Some("all proxies trust the new root")
+                } else if is_of_the_future(state.signer(), verdict) {
+                    Some(
+                        "the issuer is not valid yet, so the rotation proceeds without all proxies",
+                    )
                 } else if is_last_call(state.signer(), now) {
                     Some("the issuer expires soon, so the rotation proceeds without all proxies")
                 } else {
@@ -106,7 +120,7 @@ impl RotationPolicy {
                 let waiting = observed.not_renewed();
                 let reason = if waiting.is_empty() {
                     Some("no certificate of the previous CA is in use")
-                } else if now > time(state.rotation.old_leaves_end) + SKEW {
+                } else if is_past(time(state.rotation.old_leaves_end) + SKEW) {
                     Some("the last certificate of the previous CA has expired")
                 } else {
                     None
@@ -319,9 +333,25 @@ fn minutes(duration: Duration) -> String {
     }
 }
 
-/// Whether two thirds of the lifetime of a generated CA have passed.
-fn is_due(ca: &Ca, now: SystemTime) -> bool {
-    ca.is_generated() && now >= ca.issued_at() + ca.lifetime() * 2 / 3
+/// Why a generated CA must be replaced: two thirds of its lifetime have passed, or nine tenths while
+/// the clocks are disputed; or its lifetime has not begun.
+fn due(ca: &Ca, verdict: &Verdict) -> Option<&'static str> {
+    let share = |thirtieths| ca.issued_at() + ca.lifetime() * thirtieths / 30;
+    match verdict.ca_time {
+        _ if !ca.is_generated() => None,
+        _ if is_of_the_future(ca, verdict) => Some("the CA is not valid yet"),
+        now if verdict.is_disputed() => {
+            (now >= share(27)).then_some("nine tenths of the CA's lifetime have passed")
+        }
+        now => (now >= share(20)).then_some("two thirds of the CA's lifetime have passed"),
+    }
+}
+
+/// Whether the lifetime of a generated CA has not begun: a replica whose clock was ahead has
+/// generated it.
+fn is_of_the_future(ca: &Ca, verdict: &Verdict) -> bool {
+    let is_valid_later = verdict.ca_time < ca.certificate().not_before;
+    ca.is_generated() && is_valid_later && !verdict.is_disputed()
 }
 
 /// Whether the CA expires so soon that the rotation must proceed without the remaining proxies.

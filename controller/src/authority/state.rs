@@ -178,10 +178,12 @@ impl CaState {
     /// Reads and checks the fields.
     pub fn read(fields: &Fields, now: SystemTime) -> Result<CaState, StateError> {
         let current = Ca::read(fields, &CURRENT, now)?;
-        let next = if fields.contains_key(NEXT.chain) {
-            Some(Ca::read(fields, &NEXT, now)?)
-        } else {
-            None
+        let next = fields.contains_key(NEXT.chain);
+        let next = next.then(|| Ca::read(fields, &NEXT, now)).transpose();
+        // It does not sign yet.
+        let (next, problem) = match next {
+            Ok(next) => (next, None),
+            Err(error) => (None, Some(error)),
         };
         let previous = if fields.contains_key(PREVIOUS.chain) {
             Some(Ca::read_trusted(fields, &PREVIOUS, now)?)
@@ -204,6 +206,9 @@ impl CaState {
         };
         if !has_other_ca {
             rotation.phase = Phase::Steady;
+        }
+        if let Some(problem) = problem {
+            rotation.reason = format!("{problem}; the next CA is ignored");
         }
         Ok(CaState {
             current,
@@ -363,6 +368,35 @@ mod tests {
     }
 
     #[test]
+    fn next_ca_that_cannot_be_used_does_not_make_the_ca_unreadable() {
+        let mut state = CaState::generate("cluster.local", start(), YEAR).unwrap();
+        state.next = Some(Ca::generate("cluster.local", start(), YEAR / 2).unwrap());
+        state.enter(Phase::Announcing, start(), "requested");
+        let written = state.write();
+        let with = |name: &str, value: &str| {
+            let mut fields = written.clone();
+            fields.insert(name.to_owned(), value.as_bytes().to_vec());
+            fields
+        };
+        let ended = start() + YEAR / 2;
+        for (fields, now, problem) in [
+            (
+                with("next.crt", "rubbish"),
+                start(),
+                "next.crt cannot be used",
+            ),
+            (with("next.key", ""), start(), "next.key is missing"),
+            (with("next.roots.crt", "rubbish"), start(), "next.roots.crt"),
+            (written.clone(), ended, "next.crt cannot be used"),
+        ] {
+            let read = CaState::read(&fields, now).unwrap();
+            assert_eq!((&read.current, &read.next), (&state.current, &None));
+            assert_eq!(read.rotation.phase, Phase::Steady);
+            assert!(read.rotation.reason.contains(problem), "{read:?}");
+        }
+    }
+
+    #[test]
     fn rejects_unusable_ca_with_field_and_reason() {
         let good = operator_ca("good", None, P256, |_| {});
         let other = operator_ca("other", None, P256, |_| {});
@@ -414,7 +448,6 @@ mod tests {
                 ["ca.crt", "certificate number 1"],
             ),
             (with("rotation.json", "{"), ["rotation.json", "remove it"]),
-            (with("next.crt", &other.pem), ["next.key", "missing"]),
             (secret(&[&issuer], &[]), ["ca.crt", "put the root there"]),
             (
                 secret(&[&issuer, &other], &[&good]),

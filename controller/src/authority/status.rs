@@ -218,8 +218,12 @@ pub fn response(
 }
 
 /// Encodes the metrics of the authority.
-pub fn encode_metrics(status: &Status, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-    let now = seconds(SystemTime::now());
+pub fn encode_metrics(
+    status: &Status,
+    now: SystemTime,
+    encoder: &mut DescriptorEncoder<'_>,
+) -> fmt::Result {
+    let now = seconds(now);
     let left = |authority: &Authority| authority.not_after.saturating_sub(now) as i64;
     let root = status
         .roots
@@ -445,8 +449,10 @@ mod tests {
             Duration::from_secs(86_400),
         )
         .unwrap();
-        let render =
-            |status: Status| Metrics::new(move |encoder| encode_metrics(&status, encoder)).render();
+        let render = |status: Status| {
+            Metrics::new(move |encoder| encode_metrics(&status, SystemTime::now(), encoder))
+                .render()
+        };
         let text = render(status_of(&state, Vec::new()));
         assert!(
             text.contains("diy_mesh_controller_certificate_seconds_left{of=\"issuer\"} 86"),

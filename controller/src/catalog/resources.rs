@@ -35,8 +35,9 @@ use crate::routes::spec::{
     BackendSpec, GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch,
 };
 
-/// The length of the JSON of an object, beyond which nothing of it applies: a tree of values takes up
-/// to 30 times its length.
+/// The length of the JSON of a custom resource, beyond which nothing of it applies: a tree of values
+/// takes up to 30 times its length. Of other objects, only known fields are read, and all are in
+/// effect: connections to an unknown pod or Service would be plaintext.
 pub const MAX_OBJECT_BYTES: usize = 1024 * 1024;
 
 /// A kind in the versions that have all fields that are read, the preferred one first.
@@ -56,7 +57,7 @@ pub(crate) fn resource(kind: Kind) -> ApiResource {
 
 /// Converts the JSON text of an object of this kind. Identities are in the trust domain.
 pub(super) fn read(kind: Kind, json: &str, trust_domain: &str) -> Result<Object, ConvertError> {
-    if json.len() > MAX_OBJECT_BYTES {
+    if kind.is_custom() && json.len() > MAX_OBJECT_BYTES {
         return too_large(kind, json);
     }
     match kind {
@@ -201,6 +202,8 @@ fn grant(key: Key, spec: &Value) -> Result<Grant, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
+
     use serde_json::json;
 
     use super::*;
@@ -241,6 +244,33 @@ mod tests {
     }
 
     #[test]
+    fn pod_and_service_over_the_limit_are_known_as_others_are() {
+        let token =
+            json!({"name": "SERVICE_MESH_TOKEN_FILE", "value": "x".repeat(MAX_OBJECT_BYTES)});
+        let object = json!({
+            "metadata": {"name": "a", "namespace": "shop", "uid": "u", "labels": {"app": "web"}},
+            "spec": {
+                "serviceAccountName": "web",
+                "initContainers": [{"name": "proxy", "env": [token]}],
+            },
+            "status": {"phase": "Running", "podIP": "10.0.0.1"},
+        });
+        let pod = read(Kind::Pod, &object.to_string(), "cluster.local");
+        let Ok(Object::Pod(pod)) = pod else {
+            panic!("it is known")
+        };
+        let identity = "spiffe://cluster.local/ns/shop/sa/web";
+        assert_eq!(pod.identity.as_deref(), Some(identity));
+        assert_eq!(pod.own_addresses(), ["10.0.0.1".parse::<IpAddr>().unwrap()]);
+        assert_eq!((&*pod.uid, pod.labels.len()), ("u", 1));
+        let spec = json!({"clusterIP": "10.96.0.1", "ports": [{"port": 80}]});
+        let Ok(Object::Service(service)) = large(Kind::Service, spec) else {
+            panic!("it is known")
+        };
+        assert_eq!(service.ports.len(), 1);
+    }
+
+    #[test]
     fn other_objects_over_the_limit_have_a_status_and_no_effect() {
         let parent = json!({"group": "", "kind": "Service", "name": "web"});
         let spec = json!({"parentRefs": [{"name": 1}, {"kind": "Gateway", "name": "b"}, parent.clone(), parent],
@@ -256,7 +286,7 @@ mod tests {
         };
         assert_eq!(policy.parents.len(), 1);
         assert_eq!(policy.content.unwrap_err().reason, TOO_LARGE);
-        for kind in [Kind::Pod, Kind::Slice, Kind::Grant, Kind::TrafficTarget] {
+        for kind in [Kind::Grant, Kind::TrafficTarget] {
             assert!(large(kind, json!({})).is_err(), "{kind}");
         }
     }

@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime};
 
+use diy_mesh_control_plane::clock::Clock;
 use diy_mesh_proto::mesh::v1::GetEdgesResponse;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -36,6 +37,7 @@ pub async fn run(
     client: Option<Client>,
     namespace: &str,
     edges: Edges,
+    clock: &Clock,
     stopped: &CancellationToken,
 ) {
     let mut store = client.map(|client| Store::new(client, namespace, edges.clone()));
@@ -43,10 +45,14 @@ pub async fn run(
     let mut attempts = MAX_LAST_ATTEMPTS;
     loop {
         let is_last = stopped.is_cancelled();
-        let now = SystemTime::now();
-        edges.expire(now);
-        let result = match &mut store {
-            Some(store) => store.exchange(now).await,
+        let time = clock.verdict();
+        let is_trusted = time.error().is_none() && !time.is_disputed();
+        // By a wrong clock, all that others have seen would be too old.
+        if is_trusted {
+            edges.expire(time.now);
+        }
+        let result = match store.as_mut().filter(|_| is_trusted) {
+            Some(store) => store.exchange(time.now).await,
             None => Ok(()),
         };
         if let Err(error) = &result
@@ -60,7 +66,7 @@ pub async fn run(
         has_failed = result.is_err();
         if is_last {
             attempts -= 1;
-            if has_failed || attempts == 0 || !edges.has_unstored() {
+            if has_failed || attempts == 0 || !is_trusted || !edges.has_unstored() {
                 return;
             }
             // Another replica has written at the same time.
@@ -303,11 +309,12 @@ mod tests {
     #[tokio::test]
     async fn observations_are_stored_when_the_replica_stops() {
         let (mut server, cluster, edges, _) = start().await;
-        let stopped = CancellationToken::new();
+        let (stopped, clock) = (CancellationToken::new(), Clock::default());
         let run = run(
             Some(cluster.client.clone()),
             "mesh",
             edges.clone(),
+            &clock,
             &stopped,
         );
         let now = SystemTime::now();

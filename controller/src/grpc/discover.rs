@@ -83,7 +83,7 @@ pub(super) async fn read(
             Some(Action::Subscribe(request)) => subscriptions.lock().subscribe(request)?,
             Some(Action::Unsubscribe(request)) => subscriptions.lock().unsubscribe(request)?,
             Some(Action::Status(status)) => {
-                let now = SystemTime::now();
+                let now = context.authority.clock().now();
                 let clock_skew = check_status(&status, now)?;
                 told.status(&status, clock_skew, now);
                 proxy.update(status, clock_skew);
@@ -240,7 +240,9 @@ fn add_edges(
         context.hub.read(read)
     });
     if let Some(group) = group {
-        context.edges.report(group, edges, SystemTime::now());
+        context
+            .edges
+            .report(group, edges, context.authority.clock().now());
     }
 }
 

@@ -18,7 +18,7 @@ mod watch;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1 as proto;
@@ -224,7 +224,7 @@ impl Mesh {
             metrics,
             ..
         } = self.context.clone();
-        let proxy = proxies.connect(&caller, SystemTime::now());
+        let proxy = proxies.connect(&caller, self.context.authority.clock().now());
         let capabilities = hub.read(|index| capabilities(&caller, index));
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());

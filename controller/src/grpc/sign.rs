@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::mesh::v1 as proto;
@@ -111,6 +111,9 @@ impl Signer {
         identity: &Identity,
         peer: Option<IpAddr>,
     ) -> Result<proto::SignCertificateResponse, Status> {
+        if let Some(error) = self.context.authority.clock().error() {
+            return Err(Status::unavailable(error));
+        }
         self.limit(pod)?;
         let request = Request::parse(csr, &identity.user())
             .map_err(|error| Status::invalid_argument(format!("csr: {error}")))?;
@@ -173,7 +176,7 @@ impl Signer {
     ) -> Result<proto::SignCertificateResponse, Status> {
         // One read: the certificate and the roots belong together.
         let trust = self.context.trust.borrow().clone();
-        let (now, issuer) = (SystemTime::now(), trust.issuer.id());
+        let (now, issuer) = (self.context.authority.clock().now(), trust.issuer.id());
         let signed = trust
             .issuer
             .sign(

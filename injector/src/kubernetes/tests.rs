@@ -2,10 +2,14 @@
 
 use super::*;
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-use http::{Method, Response};
+use diy_mesh_issuer::Certificate;
+
+use http::{Method, Request, Response, header};
 use http_body_util::BodyExt;
+use kube::client::Body;
 
 /// An API server with one Secret and one webhook configuration.
 #[derive(Default)]
@@ -172,13 +176,63 @@ async fn certificates_are_judged_by_the_date_of_the_api_server_alone() {
         }));
         let (result, publisher) = reconcile(&api).await;
         result.expect("reconciled");
-        assert_eq!(publisher.health.unmet(SystemTime::now()), None);
+        assert_eq!(publisher.health.unmet(), None);
         let stored = api.lock().expect("not poisoned").secret.clone();
         let data = stored.and_then(|secret| secret.data).expect("data");
         let stored = KeyMaterial::from_fields(|name| Some(data.get(name)?.0.as_slice()));
         let stored = stored.expect("valid");
         assert!(stored.serving_not_after() > date && stored.serving_not_after() < date + day * 91);
         assert_eq!(stored.renewed(&names(), date).expect("renews"), None);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn api_server_trusts_the_webhook_over_a_whole_rotation_whatever_the_own_clock_is() {
+    let (own, day) = (SystemTime::now(), Duration::from_secs(24 * 3600));
+    for begin in [
+        own - day * 400,
+        own - day * 30,
+        own + day * 30,
+        own + day * 400,
+    ] {
+        let api = Arc::new(Mutex::new(FakeApi {
+            minor_version: "34",
+            date: Some(begin),
+            ..FakeApi::default()
+        }));
+        let (mut bundles, mut certificates) = (BTreeSet::new(), BTreeSet::new());
+        for days in 0..400 {
+            let now = begin + day * days;
+            // The CA is replaced in two steps.
+            for date in [now, now + day / 20] {
+                api.lock().expect("not poisoned").date = Some(date);
+                let (result, publisher) = reconcile(&api).await;
+                result.expect("reconciled");
+                assert_eq!(publisher.health.unmet(), None);
+                let serving = publisher.subscribe().borrow().clone().expect("published");
+                let bundle = api.lock().expect("not poisoned").ca_bundle.clone();
+                let bundle = bundle.expect("a caBundle").0;
+                let [serving] = &serving.cert[..] else {
+                    panic!("expected one certificate");
+                };
+                let all = |pem: &[u8]| Certificate::all(pem).expect("certificates");
+                let leaf = all(diy_mesh_issuer::pem(serving).as_bytes()).swap_remove(0);
+                assert!(leaf.not_before <= date && date < leaf.not_after);
+                let is_trusted = |ca: &Certificate| {
+                    leaf.is_signed_by(ca) && ca.not_before <= date && date < ca.not_after
+                };
+                assert!(all(&bundle).iter().any(is_trusted), "{date:?}");
+                bundles.insert(bundle);
+                certificates.insert(serving.to_vec());
+            }
+        }
+        // Of a year each, without, with the next one, and with the former one until it expires.
+        assert!((3..=5).contains(&bundles.len()), "{}", bundles.len());
+        assert!(
+            (6..=9).contains(&certificates.len()),
+            "{}",
+            certificates.len()
+        );
     }
 }
 

@@ -4,13 +4,12 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::PathBuf;
-use std::process::Command;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_testkit::memory::MemoryGroup;
 use proto::discover_request::Action;
 use proto::discover_response::Update;
 
@@ -21,53 +20,6 @@ use super::*;
 
 /// The memory that may stay after a flood.
 const MAX_REST: u64 = 8 * MIB;
-
-/// A control group with a memory limit, of version 1 or 2.
-struct Group {
-    path: PathBuf,
-    is_v1: bool,
-}
-
-impl Group {
-    /// None: this machine has no controller for memory that this process may use.
-    fn new(limit: u64) -> Result<Self, String> {
-        let root = PathBuf::from("/sys/fs/cgroup");
-        let is_v1 = root.join("memory/memory.limit_in_bytes").exists();
-        let name = format!("diy-mesh-{}-{limit}", std::process::id());
-        let path = if is_v1 { root.join("memory") } else { root }.join(name);
-        let group = Self { path, is_v1 };
-        let file = if is_v1 {
-            "memory.limit_in_bytes"
-        } else {
-            "memory.max"
-        };
-        let failed = |error| format!("cannot create a memory control group: {error}");
-        std::fs::create_dir(&group.path).map_err(failed)?;
-        std::fs::write(group.path.join(file), limit.to_string()).map_err(failed)?;
-        Ok(group)
-    }
-
-    fn read(&self, file: &str) -> Option<u64> {
-        let text = std::fs::read_to_string(self.path.join(file)).ok()?;
-        text.trim().parse().ok()
-    }
-
-    /// The largest memory so far. Version 1 counts socket buffers apart.
-    fn peak(&self) -> u64 {
-        let of = |file| self.read(file).unwrap();
-        if self.is_v1 {
-            of("memory.max_usage_in_bytes") + of("memory.kmem.tcp.max_usage_in_bytes")
-        } else {
-            of("memory.peak")
-        }
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir(&self.path);
-    }
-}
 
 /// The addresses of a flood, fewer than the slots of the smallest limit.
 const ADDRESSES: usize = 40;
@@ -278,16 +230,12 @@ pub fn is_ready() -> bool {
 
 /// Runs these floods against a proxy with this limit.
 fn withstands(floods: &[fn() -> Held], limit: u64, control: &[String]) -> Result<(), String> {
-    let group = Group::new(limit)?;
+    let group = MemoryGroup::new(limit)?;
     let program = env!("CARGO_BIN_EXE_proxy");
     // The pages of the program count for whoever reads them first.
     std::fs::read(program).unwrap();
-    let join = format!(
-        "echo $$ > {}/cgroup.procs && exec \"$0\" \"$@\"",
-        group.path.display()
-    );
-    let mut command = Command::new("sh");
-    command.env_clear().args(["-c", &join, program]);
+    let mut command = group.command(program);
+    command.env_clear();
     let proxy = Proxy::spawn(command, control);
     proxy.wait("it has a certificate", is_ready);
     let idle = proxy.anonymous();

@@ -45,6 +45,7 @@ const CERTIFICATE_LIFE: &str = "600";
 /// Certificates begin five minutes before they are issued, and last ten minutes.
 const SMALL_JUMP: i64 = 240;
 const LARGE_JUMP: i64 = 1800;
+const DAY: i64 = 86_400;
 /// Connections of 50 requests.
 const LOAD: [[&str; 2]; 1] = [["2", "50"]];
 /// Why requests fail until certificates are renewed.
@@ -92,18 +93,77 @@ fn jump(sandbox: &Sandbox, pods: &[PodView], proxies: &[PodView], seconds: i64, 
     sandbox.wait(text, READY_TIMEOUT, is_logged).unwrap();
 }
 
-#[test]
-fn jumps_of_clocks_fail_no_request_or_until_certificates_are_renewed() {
-    let command = "exec env LD_PRELOAD=/usr/local/bin/clock.so";
-    let programs = wrapped(&["controller", "proxy"], command);
-    compile(&programs.path().join("clock.so"));
-    let Some(sandbox) = empty_with(programs.path()) else {
-        return;
-    };
+/// A sandbox whose controllers and proxies have clocks that [`set_clocks`] sets, with servers and a
+/// client.
+fn start(programs: &Path) -> Option<(Sandbox, PodView)> {
+    compile(&programs.join("clock.so"));
+    let sandbox = empty_with(programs)?;
     let objects = format!("{}---{}", http_server(3, "1.0", MESHED), shell(MESHED));
     let life = [("CERTIFICATE_LIFE", CERTIFICATE_LIFE)];
     install(&sandbox, |controller| set_env(controller, &life), &objects);
     let client = single_pod(&sandbox, "clients", "shell");
+    Some((sandbox, client))
+}
+
+const COMMAND: &str = "exec env LD_PRELOAD=/usr/local/bin/clock.so";
+
+#[test]
+fn controller_with_a_wrong_clock_says_so_and_others_rotate_the_ca_without_it() {
+    let programs = wrapped(&["controller", "proxy"], COMMAND);
+    let Some((sandbox, client)) = start(programs.path()) else {
+        return;
+    };
+    sandbox.scale("service-mesh", "controller", 3).unwrap();
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+    let controllers = sandbox.view().pods_of("service-mesh", "controller");
+    let (wrong, right) = controllers.split_first().unwrap();
+    let wait = |what: &str, condition: &dyn Fn(&View) -> bool| {
+        let condition = |view: &View| condition(view).then_some(());
+        sandbox.wait(what, READY_TIMEOUT, condition).unwrap();
+    };
+    let is_ready = |view: &View| {
+        let pods = view.pods_of("service-mesh", "controller");
+        pods.iter().any(|pod| pod.name == wrong.name && pod.ready)
+    };
+    let logs = |view: &View, pods: &[PodView], text: &str| {
+        let mut lines = pods.iter().flat_map(|pod| view.lines(pod, "controller"));
+        lines.any(|line| line.contains(text))
+    };
+    under_load(&sandbox, &client, &LOAD, || {
+        for seconds in [DAY, -DAY] {
+            set_clocks(&sandbox, std::slice::from_ref(wrong), seconds);
+            wait("the wrong clock is not ready", &|view| !is_ready(view));
+            let direction = if seconds < 0 { "behind" } else { "ahead" };
+            let text = format!("the clock of this replica is 1440 min {direction}");
+            wait(&text, &|view| logs(view, &controllers[..1], &text));
+            assert!(!logs(&sandbox.view(), right, "the clock of this replica"));
+        }
+        // Some proxies are connected to the replica with the wrong clock.
+        let request = "cd /run/authority && echo start > .new && mv .new request";
+        let output = sandbox.exec(&right[0], "controller", &["sh", "-c", request]);
+        assert_eq!(output.unwrap().code, 0);
+        for step in [
+            "rotation: granted: a new root is announced",
+            "rotation: entering the phase switched",
+            "rotation: entering the phase steady",
+        ] {
+            wait(step, &|view| logs(view, right, step));
+            assert!(!logs(&sandbox.view(), &controllers[..1], step));
+        }
+        assert_all_serve(&sandbox, "the CA was rotated");
+    });
+    set_clocks(&sandbox, std::slice::from_ref(wrong), 0);
+    wait("the right clock is ready", &is_ready);
+    sandbox.scale("servers", "http-server", 4).unwrap();
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+}
+
+#[test]
+fn jumps_of_clocks_fail_no_request_or_until_certificates_are_renewed() {
+    let programs = wrapped(&["controller", "proxy"], COMMAND);
+    let Some((sandbox, client)) = start(programs.path()) else {
+        return;
+    };
     let proxies = || {
         let mut pods = sandbox.view().pods_of("servers", "http-server");
         pods.push(client.clone());

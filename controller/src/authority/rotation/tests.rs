@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use diy_mesh_control_plane::clock::judge;
+
 use super::super::reports::{self, BoundedNames, Pods, Report};
 use super::super::testing::{TestCa, YEAR, operator_ca, secret, start};
 use super::*;
@@ -65,9 +67,14 @@ fn names(name: &str) -> BoundedNames {
     reports::bounded([name.to_owned()])
 }
 
+/// The clocks agree.
+fn agreed(now: SystemTime) -> Verdict {
+    judge(now, Some(now), &[])
+}
+
 fn waiting(state: &CaState, evidence: &Observation, now: SystemTime) -> Vec<String> {
     match policy()
-        .next(&restarted(state, now), evidence, now)
+        .next(&restarted(state, now), evidence, &agreed(now))
         .unwrap()
     {
         Step::Wait(waiting) => waiting,
@@ -77,7 +84,7 @@ fn waiting(state: &CaState, evidence: &Observation, now: SystemTime) -> Vec<Stri
 
 fn written(state: &CaState, evidence: &Observation, now: SystemTime) -> CaState {
     match policy()
-        .next(&restarted(state, now), evidence, now)
+        .next(&restarted(state, now), evidence, &agreed(now))
         .unwrap()
     {
         Step::Wait(waiting) => panic!("it waits for {waiting:?}"),
@@ -569,5 +576,76 @@ fn adopts_ca_under_a_trusted_root_and_drops_the_old_root_last() {
             .roots()
             .len(),
         1
+    );
+}
+
+#[test]
+fn ca_of_the_future_is_due_by_the_trusted_time_only() {
+    for ahead in [DAY / 24, DAY, DAY * 30, YEAR * 2] {
+        let future = CaState::generate("cluster.local", start() + ahead, YEAR).unwrap();
+        let disputed = judge(start(), Some(start() - DAY), &[]);
+        let step = policy().next(&restarted(&future, start()), &all_current(), &disputed);
+        assert_eq!(step.unwrap(), Step::Wait(vec![]), "{ahead:?}");
+        let announced = written(&future, &all_current(), start());
+        assert_eq!(announced.rotation.phase, Phase::Announcing);
+        // What it signs is worth nothing.
+        let evidence = with(|report| report.not_acknowledged = names("proxy shop/web"));
+        let switched = written(&announced, &evidence, start());
+        assert_eq!(switched.rotation.phase, Phase::Switched);
+        assert_eq!(switched.signer().issued_at(), start());
+        assert!(trusts(&switched, &future.current));
+        let steady = written(&switched, &all_current(), start() + minutes(10));
+        assert!(steady.signer() == switched.signer() && !trusts(&steady, &future.current));
+    }
+}
+
+#[test]
+fn next_ca_of_the_future_is_replaced() {
+    let (announced, _) = requested(&ours(), START, start());
+    let future = Ca::generate("cluster.local", start() + DAY, YEAR).unwrap();
+    let announced = CaState {
+        next: Some(future),
+        ..announced
+    };
+    let repaired = written(&announced, &all_current(), start() + minutes(3));
+    assert_eq!(repaired.rotation.phase, Phase::Announcing);
+    let next = repaired.next.unwrap();
+    assert_eq!(next.issued_at(), start() + minutes(3));
+}
+
+#[test]
+fn disputed_clocks_rotate_in_the_last_tenth_of_the_lifetime_by_the_api_server() {
+    let (state, early) = (ours(), start() + YEAR / 10 * 8);
+    let next = |own, server| {
+        let verdict = judge(own, Some(server), &[]);
+        let step = policy().next(&state, &all_current(), &verdict).unwrap();
+        match step {
+            Step::Wait(_) => None,
+            Step::Write(next) => Some(next.next.unwrap().issued_at()),
+        }
+    };
+    assert_eq!(next(early, early + minutes(6)), None);
+    assert_eq!(next(early, early), Some(early), "they agree");
+    let late = start() + YEAR / 100 * 91;
+    for own in [late - DAY * 60, late + minutes(6), late + YEAR] {
+        assert_eq!(next(own, late), Some(late), "{own:?}");
+    }
+}
+
+#[test]
+fn no_deadline_of_a_rotation_passes_while_the_clocks_are_disputed() {
+    let (announced, _) = requested(&ours(), START, start());
+    let evidence = with(|report| report.not_acknowledged = names("proxy shop/web"));
+    let later = start() + DAY * 30;
+    let disputed = judge(start(), Some(later), &[]);
+    let step = policy().next(&announced, &evidence, &disputed).unwrap();
+    assert!(matches!(step, Step::Wait(waiting) if waiting.len() == 1));
+    let switched = written(&announced, &all_current(), start() + minutes(3));
+    let evidence = with(|report| report.not_renewed = names("proxy shop/web"));
+    let step = policy().next(&switched, &evidence, &disputed).unwrap();
+    assert!(matches!(step, Step::Wait(waiting) if waiting.len() == 1));
+    assert_eq!(
+        written(&switched, &evidence, later).rotation.phase,
+        Phase::Steady
     );
 }

@@ -9,7 +9,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures::Stream;
 use tokio::time::{MissedTickBehavior, interval};
@@ -111,6 +111,10 @@ impl Store for Files {
 
     async fn read(&self) -> Result<Option<Stored>, StoreError> {
         self.locked(Files::stored).await
+    }
+
+    async fn date(&self) -> Option<SystemTime> {
+        None
     }
 
     async fn traces(&self) -> Result<Vec<String>, StoreError> {

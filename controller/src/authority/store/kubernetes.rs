@@ -5,7 +5,9 @@
 //! on.
 
 use std::collections::BTreeMap;
+use std::time::SystemTime;
 
+use diy_mesh_control_plane::clock;
 use diy_mesh_runtime::error_chain;
 use futures::{Stream, StreamExt};
 use k8s_openapi::ByteString;
@@ -32,6 +34,7 @@ pub const FIELD_MANAGER: &str = "diy-service-mesh-controller";
 
 /// The store in a cluster.
 pub struct Kubernetes {
+    client: Client,
     namespace: String,
     secrets: Api<Secret>,
     leases: Api<Lease>,
@@ -46,7 +49,8 @@ impl Kubernetes {
             namespace: namespace.to_owned(),
             secrets: Api::namespaced(client.clone(), namespace),
             leases: Api::namespaced(client.clone(), namespace),
-            published: Api::all(client),
+            published: Api::all(client.clone()),
+            client,
         }
     }
 }
@@ -70,6 +74,12 @@ impl Store for Kubernetes {
             request: annotations.and_then(|mut annotations| annotations.remove(REQUEST)),
             version: metadata.resource_version.unwrap_or_default(),
         }))
+    }
+
+    async fn date(&self) -> Option<SystemTime> {
+        let date = clock::date(&self.client).await;
+        let failed = |error| tracing::warn!("cannot read the time of the API server: {error}");
+        date.map_err(failed).ok().flatten()
     }
 
     async fn traces(&self) -> Result<Vec<String>, StoreError> {

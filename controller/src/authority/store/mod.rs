@@ -9,6 +9,7 @@ pub mod kubernetes;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
+use std::time::SystemTime;
 
 use futures::Stream;
 
@@ -63,6 +64,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// The content. `None` if there is none.
     fn read(&self) -> impl Future<Output = Result<Option<Stored>, StoreError>> + Send;
+
+    /// The time of the server of the store, if it has one and responds.
+    fn date(&self) -> impl Future<Output = Option<SystemTime>> + Send;
 
     /// What shows that the mesh had a CA before: published roots, reports of replicas.
     fn traces(&self) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send;

@@ -598,6 +598,38 @@ fn policies_over_the_bound_deny_without_their_rules() {
 }
 
 #[test]
+fn policies_over_the_bound_deny_at_the_ports_of_all_until_these_are_too_many() {
+    let excess = |policies: usize, ports: usize| {
+        let mut all = Vec::new();
+        for policy in 0..policies {
+            // Half of the ports are those of the policy before, too.
+            let first = u32::try_from(policy * ports / 2).unwrap();
+            let ports = (first..).take(ports).collect();
+            let mode = [Mode::Enforce, Mode::Audit][policy % 2];
+            Excess::add(&mut all, &format!("p{policy}"), mode, ports);
+            // A set grows, and is never collected again once it is full.
+            let mut sets = all.iter().filter_map(|one| one.ports.as_ref());
+            assert!(sets.all(|set| set.len() <= MAX_PORTS));
+        }
+        let messages = all.into_iter().map(Excess::message);
+        let messages = messages.map(|one| (one.name, one.audit, one.ports));
+        Vec::from_iter(messages)
+    };
+    let named = |number, audit, ports: Vec<u32>| (format!("p{number}"), audit, ports);
+    let few = [
+        named(0, false, vec![0, 1, 2, 3, 4, 5, 6, 7]),
+        named(1, true, vec![2, 3, 4, 5]),
+    ];
+    assert_eq!(excess(3, 4), few);
+    let [enforced, audited] = [0, 1].map(|first| (first * 5..first * 5 + 1000).collect());
+    let full = [named(0, false, enforced), named(1, true, audited)];
+    assert_eq!(excess(200, 10), full);
+    let all = [named(0, false, vec![]), named(1, true, vec![])];
+    assert_eq!(excess(202, 10), all, "all ports");
+    assert_eq!(excess(20_000, 1000), all);
+}
+
+#[test]
 fn state_differs_with_each_policy_and_not_with_the_order_of_events() {
     let objects = || {
         vec![

@@ -451,6 +451,51 @@ async fn rejection_reaches_the_status_of_what_it_is_about() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn no_pod_of_another_namespace_makes_a_condition_false() {
+    let objects = || {
+        [
+            Object::Route(route("r", 0, to_web())),
+            Object::Route(route_of(Kind::GrpcRoute, "shop", "g", 1, json!([{}]))),
+            Object::Route(route_of(Kind::TcpRoute, "shop", "t", 1, to_web())),
+            Object::Policy(policy("p", 0, connections())),
+        ]
+    };
+    let unknown = rejection("hostile", None);
+    for object in objects() {
+        // An older release, a rejection, and no answer.
+        for (is_earlier, answers) in [
+            (OLD, None),
+            (CURRENT, Some(Some(&unknown))),
+            (CURRENT, None),
+        ] {
+            let hub = catalog();
+            apply(&hub, [object.clone()]);
+            let own = stream(&hub, &Key::new("shop", "client"), CURRENT, &[WEB]);
+            answer(&own, None);
+            let other = stream(&hub, &Key::new("bank", "client"), is_earlier, &[WEB]);
+            if let Some(rejection) = answers {
+                answer(&other, rejection);
+            }
+            review(&hub).await;
+            advance(STILL_TIME).await;
+            hub.review().await;
+            let [(name, condition)] = &all_conditions(&hub)[..] else {
+                panic!("expected one condition");
+            };
+            assert!(condition.holds, "{name}: {condition:?}");
+            let told = "1 of 2 pods have generation 7; not: 1 pod of other namespaces (";
+            assert!(condition.message.starts_with(told), "{name}: {condition:?}");
+            // One of its own namespace does.
+            drop(own);
+            let own = stream(&hub, &Key::new("shop", "client"), CURRENT, &[WEB]);
+            answer(&own, Some(&unknown));
+            review(&hub).await;
+            assert_eq!(conditions(&hub).len(), 1, "{name}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn new_generation_is_not_applied_before_it_is_acknowledged() {
     let hub = catalog();
     apply(&hub, [Object::Route(route("r", 0, to_web()))]);
