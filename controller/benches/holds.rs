@@ -102,6 +102,7 @@ fn pod(namespace: &str, app: &str, name: &str, address: IpAddr, ready: bool) -> 
         host_network: false,
         terminating: false,
         ready,
+        unready_by_node: false,
         created: 0,
         node: "n".into(),
         zone: "z".into(),

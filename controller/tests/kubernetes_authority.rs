@@ -315,6 +315,7 @@ impl Replica {
             host_network: false,
             terminating: false,
             ready,
+            unready_by_node: false,
             created: 0,
             node: "".into(),
             zone: "".into(),

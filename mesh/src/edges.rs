@@ -87,6 +87,7 @@ pub fn pod(group: &Group, name: &str, trust_domain: &str) -> Pod {
         host_network: false,
         terminating: false,
         ready: true,
+        unready_by_node: false,
         created: 0,
         node: "".into(),
         zone: "".into(),

@@ -160,6 +160,7 @@ slim! {
         host_network: Option<bool>,
         init_containers: List<Container>,
         node_name: Text,
+        readiness_gates: List<ReadinessGate>,
         service_account_name: Text,
     }
 
@@ -176,8 +177,12 @@ slim! {
         protocol: Text,
     }
 
+    ReadinessGate {
+        condition_type: String,
+    }
+
     PodStatus {
-        conditions: List<PodCondition>,
+        conditions: List<Condition>,
         phase: Text,
         #[serde(rename = "podIP")]
         pod_ip: Text,
@@ -185,7 +190,7 @@ slim! {
         pod_ips: List<PodIp>,
     }
 
-    PodCondition {
+    Condition {
         status: String,
         #[serde(rename = "type")]
         type_: String,
@@ -202,6 +207,7 @@ slim! {
 
     NodeStatus {
         addresses: List<NodeAddress>,
+        conditions: List<Condition>,
     }
 
     NodeAddress {

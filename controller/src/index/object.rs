@@ -396,6 +396,9 @@ pub struct Pod {
     pub terminating: bool,
     /// Whether the pod is ready. Destinations depend on the slices instead.
     pub ready: bool,
+    /// Whether its containers are ready and its readiness gates are met, but the pod is not ready:
+    /// so Kubernetes marks the pods of an unready node.
+    pub unready_by_node: bool,
     /// The creation time in seconds since 1970, or 0.
     pub created: i64,
     /// The name of the node, or empty.
@@ -477,6 +480,8 @@ pub struct Node {
     pub key: Key,
     /// The addresses.
     pub addresses: Vec<IpAddr>,
+    /// Whether its kubelet reports that it is not ready, or nothing for a while.
+    pub unready: bool,
     /// The zone, or empty.
     pub zone: Arc<str>,
 }
