@@ -155,6 +155,7 @@ fn meta(kind: Kind, namespace: &str, name: &str) -> Meta {
         created: 0,
         generation: 1,
         bytes: 100,
+        dropped: None,
     }
 }
 

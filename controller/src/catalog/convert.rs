@@ -91,6 +91,7 @@ fn canary(key: &Key, metadata: &Metadata) -> Option<Canary> {
         uid: metadata.uid.as_deref().unwrap_or_default().into(),
         generation: 0,
         bytes: of.len() + weight.len(),
+        dropped: None,
     };
     let share = match percent {
         _ if !is_hostname(of) || of.contains('.') => {

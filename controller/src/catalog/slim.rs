@@ -2,6 +2,7 @@
 //! parsed: a Pod may have a megabyte of environment variables and managed fields. Plain values, with
 //! the names of the API.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -227,6 +228,28 @@ slim! {
         parent_refs: List<Box<RawValue>>,
         target_refs: List<Box<RawValue>>,
     }
+}
+
+/// The annotation of `kubectl apply` of an object.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Applied<'a> {
+    #[serde(borrow)]
+    pub metadata: AppliedMetadata<'a>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct AppliedMetadata<'a> {
+    #[serde(borrow)]
+    pub annotations: Option<AppliedAnnotations<'a>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct AppliedAnnotations<'a> {
+    #[serde(borrow, rename = "kubectl.kubernetes.io/last-applied-configuration")]
+    pub last_applied: Option<Cow<'a, str>>,
 }
 
 /// A custom resource. Its spec and its status are parsed per kind.

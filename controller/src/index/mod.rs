@@ -79,6 +79,7 @@ pub struct Index {
 
 /// A part of an event.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "most are objects")]
 pub enum Step {
     /// A new or changed object.
     Set(Object),

@@ -54,6 +54,7 @@ impl fmt::Display for Key {
 
 /// A change of the catalog.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::large_enum_variant, reason = "most are objects")]
 pub enum Change {
     /// A new or changed object.
     Apply(Object),
