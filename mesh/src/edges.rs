@@ -103,6 +103,12 @@ pub fn pod(group: &Group, name: &str, trust_domain: &str) -> Pod {
     }
 }
 
+/// The edges of a group that are calls to its pods.
+pub fn called(group: &Group) -> impl Iterator<Item = &Edge> + Clone {
+    let edges = group.edges.iter().filter_map(|seen| seen.edge.as_ref());
+    edges.filter(|edge| edge.destination.is_empty() && edge.silent.is_none())
+}
+
 /// What is known of the calls of an edge: of a block, the calls of its first and its last address.
 /// None if the caller has no valid identity.
 pub fn calls(edge: &Edge) -> Vec<Call> {
