@@ -31,6 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .message_attribute(".mesh.v1.HeaderModifier", DESERIALIZE)
         .message_attribute(".mesh.v1.GetEdgesResponse", DESERIALIZE)
         .message_attribute(".mesh.v1.Edge", DESERIALIZE)
+        .message_attribute(".mesh.v1.SilentConnection", DESERIALIZE)
         .message_attribute(".mesh.v1.Workload.Port", DESERIALIZE)
         .message_attribute(".mesh.v1.AuthorizedPath", DESERIALIZE)
         .type_attribute(".mesh.v1.Edge.path", ONE_OF)

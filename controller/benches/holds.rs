@@ -102,6 +102,7 @@ fn pod(namespace: &str, app: &str, name: &str, address: IpAddr, ready: bool) -> 
         host_network: false,
         terminating: false,
         ready,
+        unready_by_node: false,
         created: 0,
         node: "n".into(),
         zone: "z".into(),
@@ -154,6 +155,7 @@ fn meta(kind: Kind, namespace: &str, name: &str) -> Meta {
         created: 0,
         generation: 1,
         bytes: 100,
+        dropped: None,
     }
 }
 

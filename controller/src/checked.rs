@@ -35,6 +35,8 @@ pub struct Checked<T> {
     pub ignored: Option<&'static str>,
     /// At least the length of its part of a message.
     pub bytes: usize,
+    /// What the API server has dropped of what was applied.
+    pub dropped: Option<Arc<String>>,
 }
 
 impl<T> Checked<T> {
@@ -50,7 +52,8 @@ impl<T> Checked<T> {
             content,
             invalid: None,
             ignored: None,
-            bytes: meta.bytes,
+            bytes: meta.bytes + meta.dropped.as_ref().map_or(0, |text| text.len()),
+            dropped: meta.dropped,
         }
     }
 
@@ -68,6 +71,7 @@ impl<T> Checked<T> {
             invalid: self.invalid.clone(),
             ignored: self.ignored,
             bytes: self.bytes,
+            dropped: self.dropped.clone(),
         }
     }
 
@@ -86,7 +90,10 @@ impl<T> Checked<T> {
     }
 
     /// The conditions at a parent, where the valid part has the condition `accepted`.
-    pub fn conditions(&self, accepted: Condition) -> Vec<Condition> {
+    pub fn conditions(&self, mut accepted: Condition) -> Vec<Condition> {
+        if let Some(dropped) = &self.dropped {
+            accepted.message = format!("{}; {dropped}", accepted.message);
+        }
         match self.invalid.as_ref().filter(|_| accepted.holds) {
             None => vec![accepted],
             Some(Rejection { message, .. }) => {

@@ -1,5 +1,6 @@
 //! Reads fields of objects: which ones are unknown, which one is wrong, and durations. Pure.
 
+use std::collections::BTreeSet;
 use std::fmt::Display;
 
 use serde::de::{DeserializeOwned, Error};
@@ -10,6 +11,39 @@ use serde_json::Value;
 use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{not, shortened, unsupported};
+
+/// The annotation in which `kubectl apply` keeps the object that it has sent.
+pub const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
+
+/// The fields of a spec that `kubectl apply` has sent, by its annotation, and that the API server has
+/// not stored: it drops fields that a kind does not have, such as misspelt ones.
+pub fn dropped(last_applied: &str, spec: &Value) -> Vec<String> {
+    let applied: Value = serde_json::from_str(last_applied).unwrap_or_default();
+    let stored = paths(spec);
+    let lost = paths(&applied["spec"]).into_iter();
+    let lost = lost.filter(|path| !stored.contains(path));
+    lost.map(|path| format!("spec.{path}")).collect()
+}
+
+/// The paths of the fields that a value has, with `[]` for any item of a list.
+pub fn paths(value: &Value) -> BTreeSet<String> {
+    fn collect(value: &Value, path: &str, paths: &mut BTreeSet<String>) {
+        for (name, value) in value.as_object().into_iter().flatten() {
+            let dot = if path.is_empty() { "" } else { "." };
+            // The API server stores no null.
+            if !value.is_null() {
+                collect(value, &format!("{path}{dot}{name}"), paths);
+            }
+        }
+        for item in value.as_array().into_iter().flatten() {
+            collect(item, &format!("{path}[]"), paths);
+        }
+        paths.insert(path.to_owned());
+    }
+    let mut paths = BTreeSet::new();
+    collect(value, "", &mut paths);
+    paths
+}
 
 /// Reads the field `at`. A field in it that its type does not have could change what it means.
 pub(crate) fn read_known<T: DeserializeOwned>(value: &Value, at: &str) -> Result<T, Rejection> {

@@ -19,7 +19,7 @@ pub mod config;
 pub mod edges;
 pub mod events;
 pub mod explain;
-mod fields;
+pub mod fields;
 pub mod file;
 pub mod grpc;
 pub mod hub;

@@ -369,6 +369,7 @@ mod tests {
             host_network: false,
             terminating: false,
             ready: true,
+            unready_by_node: false,
             created: 0,
             node: "".into(),
             zone: "".into(),

@@ -143,6 +143,7 @@ impl Replica {
                 host_network: false,
                 terminating: false,
                 ready: true,
+                unready_by_node: false,
                 created: 0,
                 node: "".into(),
                 zone: "".into(),

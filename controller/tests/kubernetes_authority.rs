@@ -316,6 +316,7 @@ impl Replica {
             host_network: false,
             terminating: false,
             ready,
+            unready_by_node: false,
             created: 0,
             node: "".into(),
             zone: "".into(),

@@ -29,8 +29,8 @@ pub const ROOTS: &str = "roots.pem";
 pub const TOKEN_PATH: &str = "/var/run/secrets/diy-service-mesh";
 /// The mount path of Kubernetes API credentials, which the mesh's containers do not use.
 pub const API_TOKEN_PATH: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
-/// The uid of the proxy, whose traffic is not redirected.
-pub const PROXY_UID: i64 = 1337;
+/// The uid of the proxy, whose traffic is not redirected, unless a container of the pod has it.
+pub const FIRST_PROXY_UID: i64 = 1337;
 /// A flag of proxy-init, which identifies the injected container.
 pub const PROXY_UID_FLAG: &str = "--proxy-uid";
 /// The flag for the admin port.
@@ -79,10 +79,17 @@ impl Ports {
     }
 }
 
+/// The uid of the proxy of a pod whose containers run as these users.
+pub fn free_uid(taken: impl Iterator<Item = i64>) -> i64 {
+    let taken: BTreeSet<i64> = taken.collect();
+    let mut free = (FIRST_PROXY_UID..).filter(|uid| !taken.contains(uid));
+    free.next().expect("a pod has fewer containers than users")
+}
+
 /// The init container that configures traffic redirection.
-pub fn proxy_init(settings: &Settings, own: &SidecarSettings, ports: Ports) -> Value {
+pub fn proxy_init(settings: &Settings, own: &SidecarSettings, ports: Ports, uid: i64) -> Value {
     let mut args = port_args(ports);
-    args.push(format!("{PROXY_UID_FLAG}={PROXY_UID}"));
+    args.push(format!("{PROXY_UID_FLAG}={uid}"));
     args.extend(ports_arg("--skip-inbound-ports", &own.skip_inbound_ports));
     args.extend(ports_arg("--skip-outbound-ports", &own.skip_outbound_ports));
     args.extend(own.outbound_udp.argument());
@@ -112,6 +119,7 @@ pub fn proxy(
     settings: &Settings,
     own: &SidecarSettings,
     ports: Ports,
+    uid: i64,
     probes: Vec<String>,
 ) -> Value {
     let mut args = port_args(ports);
@@ -150,9 +158,9 @@ pub fn proxy(
             "capabilities": {"drop": ["ALL"]},
             "privileged": false,
             "readOnlyRootFilesystem": true,
-            "runAsGroup": PROXY_UID,
+            "runAsGroup": uid,
             "runAsNonRoot": true,
-            "runAsUser": PROXY_UID,
+            "runAsUser": uid,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "volumeMounts": [{"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": true}],

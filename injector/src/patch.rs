@@ -11,7 +11,8 @@ use serde_json::{Map, Value};
 use crate::annotations::{self, InjectAnnotation, quoted};
 use crate::config::Settings;
 use crate::containers::{
-    self, PROXY, PROXY_INIT, PROXY_UID, PROXY_UID_FLAG, Ports, TOKEN_FILE_VARIABLE, TOKEN_VOLUME,
+    self, FIRST_PROXY_UID, PROXY, PROXY_INIT, PROXY_UID_FLAG, Ports, TOKEN_FILE_VARIABLE,
+    TOKEN_VOLUME,
 };
 use crate::diff;
 use crate::other_mesh::{self, OtherMesh};
@@ -140,12 +141,21 @@ pub fn decide_ephemeral_containers(pod: &Value) -> Verdict {
         return Verdict::NotRequested;
     }
     let spec = pod.get("spec").unwrap_or(&Value::Null);
-    let mut problems: Vec<_> =
-        user_conflicts(pod, list(spec, "ephemeralContainers").iter()).collect();
+    let (injected, _) = split(list(spec, "initContainers"));
+    let proxy = injected.into_iter().find(|one| name_of(one) == PROXY);
+    let proxy_uid = proxy.and_then(user).unwrap_or(FIRST_PROXY_UID);
+    let conflicts =
+        users(pod, list(spec, "ephemeralContainers")).filter(|(_, user)| *user == proxy_uid);
+    let problems = conflicts.take(MAX_REPORTED_PROBLEMS).map(|(container, _)| {
+        format!(
+            "container {} runs as user {proxy_uid}, which is reserved for the proxy, so that its traffic would bypass the mesh: choose another user",
+            quoted(name_of(container))
+        )
+    });
+    let problems: Vec<_> = problems.collect();
     if problems.is_empty() {
         return Verdict::NotRequested;
     }
-    problems.truncate(MAX_REPORTED_PROBLEMS);
     Verdict::Denied(problems.join("; "))
 }
 
@@ -174,7 +184,7 @@ fn inject(
     labels: NamespaceLabels,
 ) -> Result<Injection, Vec<String>> {
     let view = PodView::new(pod)?;
-    let mut problems = conflicts(pod, &view);
+    let mut problems = conflicts(&view);
     let mut own = settings.proxy.clone();
     own.proxy.strict = labels.strict;
     let mut own = own.for_pod(pod, &mut problems);
@@ -210,9 +220,10 @@ fn inject(
             .map(|container| probes.rewrite(container));
         injected["spec"]["containers"] = containers.collect();
     }
+    let uid = containers::free_uid(users(pod, app_containers(&view)).map(|(_, user)| user));
     let containers = [
-        containers::proxy_init(settings, &own, ports),
-        containers::proxy(settings, &own, ports, probes.arguments),
+        containers::proxy_init(settings, &own, ports, uid),
+        containers::proxy(settings, &own, ports, uid, probes.arguments),
     ];
     let mut volumes = view.volumes.to_vec();
     diff::merge_list(&mut volumes, &[containers::token_volume()], "name");
@@ -338,8 +349,8 @@ fn init_containers(old: &[&Value], injected: [Value; 2], others: Vec<Value>) -> 
     updated.chain(others).collect()
 }
 
-/// The names and users of the pod that conflict with the mesh.
-fn conflicts(pod: &Value, view: &PodView<'_>) -> Vec<String> {
+/// The names of the pod that conflict with those of the mesh.
+fn conflicts(view: &PodView<'_>) -> Vec<String> {
     let mut problems = Vec::new();
     for container in app_containers(view) {
         let name = name_of(container);
@@ -349,7 +360,6 @@ fn conflicts(pod: &Value, view: &PodView<'_>) -> Vec<String> {
             ));
         }
     }
-    problems.extend(user_conflicts(pod, app_containers(view)));
     let is_conflict =
         |volume: &Value| name_of(volume) == TOKEN_VOLUME && volume.get("projected").is_none();
     if view.volumes.iter().any(is_conflict) {
@@ -360,26 +370,19 @@ fn conflicts(pod: &Value, view: &PodView<'_>) -> Vec<String> {
     problems
 }
 
-/// The containers that run as the proxy's user, their own or the pod's. The user of an image is not
-/// in the pod.
-fn user_conflicts<'a>(
+/// The containers with a user, their own or the pod's. The user of an image is not in the pod.
+fn users<'a>(
     pod: &Value,
-    containers: impl Iterator<Item = &'a Value>,
-) -> impl Iterator<Item = String> {
-    let user = |object: &Value| {
-        object
-            .pointer("/securityContext/runAsUser")
-            .and_then(Value::as_i64)
-    };
+    containers: impl IntoIterator<Item = &'a Value>,
+) -> impl Iterator<Item = (&'a Value, i64)> {
     let default = pod.get("spec").and_then(user);
-    containers
-        .filter(move |container| user(container).or(default) == Some(PROXY_UID))
-        .map(|container| {
-            format!(
-                "container {} runs as user {PROXY_UID}, which is reserved for the proxy, so that its traffic would bypass the mesh: choose another user",
-                quoted(name_of(container))
-            )
-        })
+    let containers = containers.into_iter();
+    containers.filter_map(move |container| Some((container, user(container).or(default)?)))
+}
+
+/// The user in the security context of a pod or a container.
+fn user(object: &Value) -> Option<i64> {
+    object.pointer("/securityContext/runAsUser")?.as_i64()
 }
 
 /// Whether a pod is injected.

@@ -394,7 +394,31 @@ async fn denies_ephemeral_containers_of_injected_pods_with_the_uid_of_the_proxy(
     assert_eq!(debug(&meshed, proxy.clone(), none.clone()).await, denied);
     assert_eq!(debug(&meshed, proxy.clone(), other.clone()).await, None);
     assert_eq!(debug(&meshed, none.clone(), none.clone()).await, None);
-    assert_eq!(debug(&plain, none, proxy).await, None, "not injected");
+    assert_eq!(
+        debug(&plain, none, proxy.clone()).await,
+        None,
+        "not injected"
+    );
+
+    let mut taken = plain;
+    taken["spec"]["containers"][0]["securityContext"] = json!({"runAsUser": proxy});
+    let (_, body) = injector.http1(post("/pods", &review(&taken))).await;
+    let meshed = patched(&taken, &response(&body));
+    assert_eq!(debug(&meshed, Value::Null, proxy).await, None);
+    let denied = debug(&meshed, Value::Null, json!(1338)).await;
+    assert!(denied.is_some_and(|message| message.contains("user 1338")));
+}
+
+#[tokio::test]
+async fn serves_an_api_server_that_authenticates_to_webhooks() {
+    let injector = injector().await;
+    // It sends a token, and a certificate if the webhook requests one, which the injector does not.
+    let mut request = post("/pods", &review(&pod("true")));
+    let token = "Bearer eyJhbGciOiJub25lIn0.e30.".parse().expect("a header");
+    request.headers_mut().insert("authorization", token);
+    let (status, body) = injector.http1(request).await;
+    assert_eq!(status, StatusCode::OK);
+    assert_eq!(response(&body)["patchType"], "JSONPatch");
 }
 
 #[tokio::test]

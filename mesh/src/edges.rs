@@ -87,6 +87,7 @@ pub fn pod(group: &Group, name: &str, trust_domain: &str) -> Pod {
         host_network: false,
         terminating: false,
         ready: true,
+        unready_by_node: false,
         created: 0,
         node: "".into(),
         zone: "".into(),
@@ -100,6 +101,12 @@ pub fn pod(group: &Group, name: &str, trust_domain: &str) -> Pod {
         },
         labels: group.labels.clone(),
     }
+}
+
+/// The edges of a group that are calls to its pods.
+pub fn called(group: &Group) -> impl Iterator<Item = &Edge> + Clone {
+    let edges = group.edges.iter().filter_map(|seen| seen.edge.as_ref());
+    edges.filter(|edge| edge.destination.is_empty() && edge.silent.is_none())
 }
 
 /// What is known of the calls of an edge: of a block, the calls of its first and its last address.

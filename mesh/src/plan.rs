@@ -160,9 +160,11 @@ impl Plan {
         let (shortest, longest) = self.watched.unwrap_or((since, since));
         self.watched = Some((shortest.min(since), longest.max(since)));
         self.groups += 1;
-        self.calls += group.edges.len();
+        let is_call = |edge: &&Edge| edge.silent.is_none();
         let pods = edges::title(group);
         let edges = group.edges.iter().filter_map(|seen| seen.edge.as_ref());
+        let edges = edges.filter(is_call);
+        self.calls += edges.clone().count();
         for edge in edges.clone() {
             let Some((port, call, [before, after])) = verdicts(edge, [old, new]) else {
                 continue;

@@ -1,6 +1,7 @@
 //! The proxies of a cluster, asked directly: by port-forward to their pods. Needs the right
 //! `pods/portforward` in their namespaces, and no controller. Or those of a demo, by its socket.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -161,6 +162,35 @@ impl Proxies {
         found.truncate(MAX_PODS);
         ensure!(!found.is_empty(), NoPod(full_name.to_owned()));
         Ok(found)
+    }
+
+    /// The names of the pods that a headless Service selects, which its clients call by their
+    /// addresses. None if it has a cluster IP, or cannot be read.
+    pub async fn pods_of_headless(&self, full_name: &str) -> BTreeSet<String> {
+        let Self::Cluster(cluster) = self else {
+            return BTreeSet::new();
+        };
+        let (namespace, name) = names(full_name);
+        let services: Api<v1::Service> = Api::namespaced(cluster.client.clone(), namespace);
+        let spec = services
+            .get(name)
+            .await
+            .ok()
+            .and_then(|service| service.spec);
+        let spec = spec.filter(|spec| spec.cluster_ip.as_deref() == Some("None"));
+        let Some(selector) = spec.and_then(|spec| spec.selector) else {
+            return BTreeSet::new();
+        };
+        let labels = selector
+            .iter()
+            .map(|(name, value)| format!("{name}={value}"));
+        let params = ListParams::default().labels(&labels.collect::<Vec<_>>().join(","));
+        let pods = cluster::objects::<v1::Pod>(&cluster.client, Some(namespace));
+        let pods = cluster::list(pods, &params).await.unwrap_or_default();
+        let names = pods
+            .iter()
+            .map(|pod| format!("{namespace}/{}", pod.name_any()));
+        names.collect()
     }
 
     /// The pod with a proxy and this address.

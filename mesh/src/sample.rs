@@ -60,6 +60,14 @@ pub struct Sampler {
 }
 
 impl Arguments {
+    /// Those of a cluster.
+    pub fn of(controller: &controller::Arguments) -> Self {
+        Self {
+            controller: controller.clone(),
+            demo: false,
+        }
+    }
+
     /// The namespace that is given. Empty: none.
     pub fn namespace(&self) -> &str {
         let namespace = self.controller.cluster.namespace.as_deref();

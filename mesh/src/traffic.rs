@@ -189,7 +189,8 @@ impl PodTraffic {
     }
 }
 
-fn peer(flow: &Flow) -> String {
+/// The other end of a flow, for people.
+pub fn peer(flow: &Flow) -> String {
     match (&*flow.peer_namespace, &*flow.peer) {
         ("", "") => UNNAMED[usize::from(!flow.inbound)].to_owned(),
         ("", peer) => peer.to_owned(),

@@ -331,6 +331,31 @@ impl Exchange {
                 || self.backend.as_ref().is_some_and(is_backend))
     }
 
+    /// Whether it went out to this host outside of the cluster, an address or a name, and port. The name
+    /// is that of the request, or of a denial.
+    pub fn is_to_host(&self, host: &str, port: Option<u16>) -> bool {
+        let headers = self.request.iter().flat_map(|part| &part.headers);
+        let mut sent = headers.filter(|(name, _)| name.eq_ignore_ascii_case("host"));
+        let is_sent = |(_, value): &(String, String)| {
+            let name = value.rsplit_once(':').map_or(&**value, |(name, _)| name);
+            [name, value]
+                .iter()
+                .any(|name| name.eq_ignore_ascii_case(host))
+        };
+        let is_named = || {
+            let message = self.failure.iter().flat_map(|failure| {
+                let is_end = |one: char| !one.is_alphanumeric() && !matches!(one, '.' | '-');
+                failure.message.split(is_end)
+            });
+            let mut words = message.map(|word| word.trim_end_matches('.'));
+            words.any(|word| word.eq_ignore_ascii_case(host))
+        };
+        let ip = self.destination.ip().to_canonical();
+        self.direction == Direction::Outbound
+            && port.is_none_or(|port| port == self.destination.port())
+            && (ip.to_string() == host || sent.any(is_sent) || is_named())
+    }
+
     /// The path and query of the request.
     pub fn path(&self) -> Option<&str> {
         self.request.as_ref()?.start_line.split(' ').nth(1)

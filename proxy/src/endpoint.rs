@@ -23,6 +23,8 @@ pub struct EndpointInfo {
     pub opaque: bool,
     /// Whether the address is of no pod: egress has to allow it.
     pub outside: bool,
+    /// Whether the node is unready, and so the endpoint a last resort.
+    pub node_unready: bool,
     /// The host that has the address, as the proxy has resolved it.
     pub external: Option<Arc<ExternalHost>>,
 }

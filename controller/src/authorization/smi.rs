@@ -147,6 +147,7 @@ impl TrafficTarget {
             uid: self.uid.clone(),
             generation: self.generation,
             bytes: self.bytes,
+            dropped: self.dropped.clone(),
         };
         let spec = match &self.content {
             Ok(spec) => spec,

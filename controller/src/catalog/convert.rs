@@ -91,6 +91,7 @@ fn canary(key: &Key, metadata: &Metadata) -> Option<Canary> {
         uid: metadata.uid.as_deref().unwrap_or_default().into(),
         generation: 0,
         bytes: of.len() + weight.len(),
+        dropped: None,
     };
     let share = match percent {
         _ if !is_hostname(of) || of.contains('.') => {
@@ -140,6 +141,11 @@ pub(super) fn pod(object: &slim::Pod, trust_domain: &str) -> Result<Pod, Convert
     let account = account.filter(|name| !name.is_empty()).unwrap_or("default");
     let identity = || format!("spiffe://{trust_domain}/ns/{}/sa/{account}", key.namespace).into();
     let injected = Injected::of(object);
+    let ready = !is_finished && is_true(&status.conditions, "Ready");
+    let gates = spec.iter().flat_map(|spec| &spec.readiness_gates).flatten();
+    let mut needed = gates.map(|gate| gate.condition_type.as_str());
+    let works = is_true(&status.conditions, "ContainersReady")
+        && needed.all(|gate| is_true(&status.conditions, gate));
     Ok(Pod {
         uid: metadata.uid.as_deref().unwrap_or_default().into(),
         addresses: if is_finished {
@@ -149,7 +155,8 @@ pub(super) fn pod(object: &slim::Pod, trust_domain: &str) -> Result<Pod, Convert
         },
         host_network,
         terminating: metadata.deletion_timestamp.is_some(),
-        ready: !is_finished && is_ready(&status),
+        ready,
+        unready_by_node: !is_finished && !ready && works,
         created: created(metadata),
         node: spec
             .and_then(|spec| spec.node_name.as_deref())
@@ -175,18 +182,21 @@ pub(super) fn node(object: &slim::Node) -> Result<Node, ConvertError> {
         .flatten()
         .filter(|address| matches!(address.type_.as_str(), "InternalIP" | "ExternalIP"));
     let addresses = addresses.map(|ip| address("status.addresses", &ip.address));
+    let conditions = object.status.iter().flat_map(|status| &status.conditions);
+    let mut conditions = conditions.flatten();
     Ok(Node {
         key: Key::new("", &name),
         addresses: addresses.collect::<Result<_, _>>()?,
+        unready: conditions.any(|one| one.type_ == "Ready" && one.status != "True"),
         zone: label(&object.metadata, ZONE_LABEL)
             .unwrap_or_default()
             .into(),
     })
 }
 
-fn is_ready(status: &slim::PodStatus) -> bool {
-    let mut conditions = status.conditions.iter().flatten();
-    conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
+fn is_true(conditions: &Option<Vec<slim::Condition>>, name: &str) -> bool {
+    let mut conditions = conditions.iter().flatten();
+    conditions.any(|condition| condition.type_ == name && condition.status == "True")
 }
 
 pub(super) fn key(metadata: &Metadata) -> Result<Key, ConvertError> {

@@ -8,6 +8,7 @@
 //! of objects if one has a value of a later release. So `spec` is parsed per object, in
 //! `crate::routes::parse`.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
@@ -17,11 +18,11 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::convert::{self, ConvertError, created, key};
-use super::slim::{Custom, Metadata, References};
+use super::slim::{Applied, Custom, Metadata, References};
 use crate::authorization::smi::{TargetSpec, TcpSpec, target, tcp};
 use crate::authorization::spec::AuthorizationPolicySpec;
 use crate::authorization::{self, TOO_LARGE};
-use crate::fields::with_unknown_fields;
+use crate::fields::{dropped, with_unknown_fields};
 use crate::index::object::{Key, Kind, Object};
 use crate::policy::spec::TrafficPolicySpec;
 use crate::policy::{self, Policy};
@@ -29,7 +30,7 @@ use crate::routes::ParentReference;
 use crate::routes::backend::{Backend, backend, is_backend};
 use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Rejection, Route};
-use crate::routes::parse::{MAX_PARENTS, Meta};
+use crate::routes::parse::{MAX_PARENTS, Meta, shortened};
 use crate::routes::smi::{self, GroupSpec, SplitSpec};
 use crate::routes::spec::{
     BackendSpec, GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch,
@@ -39,6 +40,9 @@ use crate::routes::spec::{
 /// takes up to 30 times its length. Of other objects, only known fields are read, and all are in
 /// effect: connections to an unknown pod or Service would be plaintext.
 pub const MAX_OBJECT_BYTES: usize = 1024 * 1024;
+
+/// The dropped fields that a condition names.
+const MAX_DROPPED: usize = 5;
 
 /// A kind in the versions that have all fields that are read, the preferred one first.
 pub fn resources(kind: Kind) -> Vec<ApiResource> {
@@ -65,19 +69,49 @@ pub(super) fn read(kind: Kind, json: &str, trust_domain: &str) -> Result<Object,
         Kind::Slice => convert::slice(&parse(json)?).map(Object::Slice),
         Kind::Pod => convert::pod(&parse(json)?, trust_domain).map(Object::Pod),
         Kind::Node => convert::node(&parse(json)?).map(Object::Node),
-        _ => custom(kind, &parse(json)?, trust_domain),
+        _ => custom(
+            kind,
+            &parse(json)?,
+            last_applied(json).as_deref(),
+            trust_domain,
+        ),
     }
+}
+
+/// The object that `kubectl apply` has sent, as it keeps it in an annotation.
+fn last_applied(json: &str) -> Option<Cow<'_, str>> {
+    let applied: Applied<'_> = serde_json::from_str(json).ok()?;
+    applied.metadata.annotations?.last_applied
+}
+
+/// What the API server has dropped, for people.
+fn describe_dropped(last_applied: &str, spec: &Value) -> Option<Arc<String>> {
+    let fields = dropped(last_applied, spec);
+    let first = fields[..fields.len().min(MAX_DROPPED)].join(", ");
+    let text = shortened(&format!(
+        "the API server has dropped fields that were applied, and that the kind does not have: {first}"
+    ));
+    (!fields.is_empty()).then(|| Arc::new(text))
 }
 
 pub(super) fn parse<'a, T: Deserialize<'a>>(json: &'a str) -> Result<T, ConvertError> {
     serde_json::from_str(json).map_err(|error| ConvertError(error.to_string()))
 }
 
-/// A custom resource. At most one tree of values is in memory for each thread.
-fn custom(kind: Kind, object: &Custom<'_>, trust_domain: &str) -> Result<Object, ConvertError> {
+/// A custom resource. At most two trees of values are in memory for each thread: that of the last
+/// applied object is at most as long as annotations.
+fn custom(
+    kind: Kind,
+    object: &Custom<'_>,
+    last_applied: Option<&str>,
+    trust_domain: &str,
+) -> Result<Object, ConvertError> {
     let value = |raw: Option<&RawValue>| raw.map_or(Ok(Value::Null), |raw| parse(raw.get()));
     let spec = &value(object.spec)?;
-    let meta = meta(kind, &object.metadata, spec)?;
+    let meta = Meta {
+        dropped: last_applied.and_then(|text| describe_dropped(text, spec)),
+        ..meta(kind, &object.metadata, spec)?
+    };
     let object = match kind {
         Kind::Grant => grant(meta.key, spec).map(Object::Grant),
         Kind::TrafficPolicy if !is_backend(spec) => {
@@ -208,6 +242,8 @@ mod tests {
 
     use super::*;
     use crate::authorization::Direction;
+    use crate::fields::LAST_APPLIED;
+    use crate::routes::Condition;
 
     /// An object over the limit, by its `spec`.
     fn large(kind: Kind, spec: Value) -> Result<Object, ConvertError> {
@@ -268,6 +304,32 @@ mod tests {
             panic!("it is known")
         };
         assert_eq!(service.ports.len(), 1);
+    }
+
+    #[test]
+    fn condition_names_fields_that_the_api_server_has_dropped() {
+        let policy = |applied: Value| {
+            let stored = json!({"action": "ALLOW", "targetRefs": [{"group": "", "kind": "Pod", "name": "*"}],
+                "rules": [{}]});
+            let object = json!({"spec": stored, "metadata": {"name": "a", "namespace": "shop",
+                "annotations": {LAST_APPLIED: json!({"spec": applied}).to_string()}}});
+            let read = read(Kind::Authorization, &object.to_string(), "cluster.local");
+            let Ok(Object::Authorization(policy)) = read else {
+                panic!("it is known")
+            };
+            let accepted = Condition::new("Accepted", true, "Accepted", "it applies".to_owned());
+            policy.conditions(accepted)[0].message.clone()
+        };
+        assert_eq!(
+            policy(json!({"action": "ALLOW", "rules": [{"source": [{"type": "Mesh"}]}]})),
+            "it applies; the API server has dropped fields that were applied, and that the kind does not \
+             have: spec.rules[].source, spec.rules[].source[], spec.rules[].source[].type"
+        );
+        assert_eq!(
+            policy(json!({"action": "ALLOW", "mode": null, "rules": [{}]})),
+            "it applies"
+        );
+        assert_eq!(policy(Value::Null), "it applies");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! parsed: a Pod may have a megabyte of environment variables and managed fields. Plain values, with
 //! the names of the API.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -160,6 +161,7 @@ slim! {
         host_network: Option<bool>,
         init_containers: List<Container>,
         node_name: Text,
+        readiness_gates: List<ReadinessGate>,
         service_account_name: Text,
     }
 
@@ -176,8 +178,12 @@ slim! {
         protocol: Text,
     }
 
+    ReadinessGate {
+        condition_type: String,
+    }
+
     PodStatus {
-        conditions: List<PodCondition>,
+        conditions: List<Condition>,
         phase: Text,
         #[serde(rename = "podIP")]
         pod_ip: Text,
@@ -185,7 +191,7 @@ slim! {
         pod_ips: List<PodIp>,
     }
 
-    PodCondition {
+    Condition {
         status: String,
         #[serde(rename = "type")]
         type_: String,
@@ -202,6 +208,7 @@ slim! {
 
     NodeStatus {
         addresses: List<NodeAddress>,
+        conditions: List<Condition>,
     }
 
     NodeAddress {
@@ -221,6 +228,28 @@ slim! {
         parent_refs: List<Box<RawValue>>,
         target_refs: List<Box<RawValue>>,
     }
+}
+
+/// The annotation of `kubectl apply` of an object.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Applied<'a> {
+    #[serde(borrow)]
+    pub metadata: AppliedMetadata<'a>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct AppliedMetadata<'a> {
+    #[serde(borrow)]
+    pub annotations: Option<AppliedAnnotations<'a>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct AppliedAnnotations<'a> {
+    #[serde(borrow, rename = "kubectl.kubernetes.io/last-applied-configuration")]
+    pub last_applied: Option<Cow<'a, str>>,
 }
 
 /// A custom resource. Its spec and its status are parsed per kind.

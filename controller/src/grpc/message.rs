@@ -145,5 +145,6 @@ fn endpoint(endpoint: &Endpoint) -> proto::Endpoint {
         identity: endpoint.identity.as_deref().unwrap_or_default().to_owned(),
         opaque: endpoint.opaque,
         outside: endpoint.outside,
+        node_unready: endpoint.node_unready,
     }
 }

@@ -1167,6 +1167,7 @@ mod tests {
         let node = Node {
             key: Key::new("", "n"),
             addresses: vec!["10.1.0.1".parse().unwrap()],
+            unready: false,
             zone: "".into(),
         };
         let hub = Hub::default();

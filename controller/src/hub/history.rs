@@ -82,6 +82,7 @@ mod tests {
             identity: None,
             opaque: false,
             draining: false,
+            node_unready: false,
             outside: false,
         };
         Endpoints::new((0..count).map(endpoint).collect())

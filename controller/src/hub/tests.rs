@@ -16,6 +16,7 @@ fn pod(name: &str, ip: &str) -> Change {
         host_network: false,
         terminating: false,
         ready: false,
+        unready_by_node: false,
         created: 0,
         node: "".into(),
         zone: "".into(),

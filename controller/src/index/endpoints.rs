@@ -14,7 +14,7 @@ use bytes::Bytes;
 use super::Index;
 use super::links::Link;
 use super::locality::{Area, Location};
-use super::object::{Key, Kind, Service, Slice, SliceEndpoint, Transport};
+use super::object::{Key, Kind, Pod, Service, Slice, SliceEndpoint, Transport};
 use super::version::{Digest, Version};
 
 /// The memory for the endpoints of a Service, of all its ports together.
@@ -37,8 +37,11 @@ pub struct Endpoint {
     pub identity: Option<Arc<str>>,
     /// Whether the pod declares the port opaque.
     pub opaque: bool,
-    /// Whether the endpoint terminates and still serves: used only while none is ready.
+    /// Whether the endpoint terminates and still serves, or its node is unready: used only while none
+    /// is ready.
     pub draining: bool,
+    /// Whether it is one of these because of its node.
+    pub node_unready: bool,
     /// Whether no pod has the address, and it is not that of the API server.
     pub outside: bool,
 }
@@ -127,7 +130,12 @@ impl Endpoints {
             digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.namespace));
             digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.name));
             digest.text(endpoint.identity.as_deref().unwrap_or(""));
-            let flags = [endpoint.opaque, endpoint.draining, endpoint.outside];
+            let flags = [
+                endpoint.opaque,
+                endpoint.draining,
+                endpoint.outside,
+                endpoint.node_unready,
+            ];
             let flags = flags.iter().enumerate();
             digest.number(flags.map(|(at, flag)| u64::from(*flag) << at).sum());
         }
@@ -409,10 +417,13 @@ impl Index {
             let terminating =
                 pod.is_some_and(|pod| pod.terminating) || terminating.contains(&endpoint.pod);
             let ready = service.publish_not_ready || (endpoint.ready && !terminating);
-            let draining = !ready && terminating && endpoint.serving;
-            (ready || draining).then_some((draining, endpoint, pod))
+            // The node is unready, not the application: that may work as before.
+            let node_unready =
+                !ready && !terminating && pod.is_some_and(|pod| self.is_unready_by_node(pod));
+            let draining = node_unready || (!ready && terminating && endpoint.serving);
+            (ready || draining).then_some((draining, node_unready, endpoint, pod))
         });
-        let (draining, slice, pod) = all.min_by_key(|(draining, ..)| *draining)?;
+        let (draining, node_unready, slice, pod) = all.min_by_key(|(draining, ..)| *draining)?;
         // Whoever maintains the slice: the pod at the address is meshed or not.
         let holder = pod.or_else(|| self.holder(address.ip()));
         // Whatever the slice refers to: the pod has the address or not. The address of a node is that of
@@ -428,6 +439,7 @@ impl Index {
             identity: holder.and_then(|pod| pod.identity_at(address.port())),
             opaque: pod.is_some_and(|pod| pod.is_opaque_at(address.port())),
             draining,
+            node_unready,
             outside: !is_inside && !service.is_api(),
         };
         let place = Place {
@@ -436,6 +448,11 @@ impl Index {
             zone_hints: slice.zone_hints.clone(),
         };
         Some((endpoint, place))
+    }
+
+    fn is_unready_by_node(&self, pod: &Pod) -> bool {
+        let node = || self.nodes.get(&Key::new("", &pod.node));
+        pod.unready_by_node && node().is_some_and(|node| node.unready)
     }
 
     /// The room of the ports of a Service whose endpoints do not all have room.

@@ -129,6 +129,7 @@ mod tests {
         let node = Node {
             key: Key::new("", "n1"),
             addresses: vec![ip("10.1.0.1")],
+            unready: false,
             zone: "".into(),
         };
         let index = index([

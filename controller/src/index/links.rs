@@ -41,6 +41,8 @@ pub(super) enum Link {
     PodAt(IpAddr),
     /// A pod: its namespace.
     PodIn(Arc<str>),
+    /// A pod that its node may have made unready: the node.
+    UnreadyOn(Arc<str>),
     /// A node: its address.
     NodeAt(IpAddr),
     /// A route: a Service that is its parent, and the namespace of the route.
@@ -213,7 +215,9 @@ impl Linked for Pod {
     fn links(&self) -> Vec<Link> {
         let addresses = self.own_addresses().iter().copied().map(Link::PodAt);
         let own = Link::PodIn(self.key.namespace.clone());
-        addresses.chain([own]).collect()
+        let unready = self.unready_by_node.then(|| self.node.clone());
+        let unready = unready.map(Link::UnreadyOn);
+        addresses.chain([own]).chain(unready).collect()
     }
 }
 

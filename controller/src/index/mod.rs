@@ -79,6 +79,7 @@ pub struct Index {
 
 /// A part of an event.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "most are objects")]
 pub enum Step {
     /// A new or changed object.
     Set(Object),
@@ -604,11 +605,16 @@ impl Index {
         let addresses = old.iter().chain(new).flat_map(Pod::own_addresses);
         let bare = addresses.clone().map(|ip| Link::EndpointAt(*ip));
         for link in bare.chain([of_pod]) {
-            for slice in self.links.keys(&link) {
-                self.touch_service_of(&self.slices[slice], touched);
-            }
+            self.touch_services_with(&link, touched);
         }
         touched.addresses.extend(addresses);
+    }
+
+    /// Adds the Services of the slices with a link.
+    fn touch_services_with(&self, link: &Link, touched: &mut Touched) {
+        for slice in self.links.keys(link) {
+            self.touch_service_of(&self.slices[slice], touched);
+        }
     }
 
     /// Adds the Service of a slice and its addresses.
@@ -637,6 +643,9 @@ impl Index {
             .addresses
             .extend(both.flat_map(|node| &node.addresses));
         touched.nodes.insert(key.name.clone());
+        for pod in self.links.keys(&Link::UnreadyOn(key.name.clone())) {
+            self.touch_services_with(&Link::EndpointOf(pod.clone()), touched);
+        }
     }
 }
 

@@ -54,6 +54,7 @@ impl fmt::Display for Key {
 
 /// A change of the catalog.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::large_enum_variant, reason = "most are objects")]
 pub enum Change {
     /// A new or changed object.
     Apply(Object),
@@ -396,6 +397,9 @@ pub struct Pod {
     pub terminating: bool,
     /// Whether the pod is ready. Destinations depend on the slices instead.
     pub ready: bool,
+    /// Whether its containers are ready and its readiness gates are met, but the pod is not ready:
+    /// so Kubernetes marks the pods of an unready node.
+    pub unready_by_node: bool,
     /// The creation time in seconds since 1970, or 0.
     pub created: i64,
     /// The name of the node, or empty.
@@ -477,6 +481,8 @@ pub struct Node {
     pub key: Key,
     /// The addresses.
     pub addresses: Vec<IpAddr>,
+    /// Whether its kubelet reports that it is not ready, or nothing for a while.
+    pub unready: bool,
     /// The zone, or empty.
     pub zone: Arc<str>,
 }

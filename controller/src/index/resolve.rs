@@ -281,6 +281,7 @@ impl Index {
                 identity: pod.identity_at(destination.port()),
                 opaque: pod.is_opaque_at(destination.port()),
                 draining: false,
+                node_unready: false,
                 outside: false,
             }])),
             ..Target::new(TargetKind::Pod, pod.key.clone())

@@ -272,6 +272,7 @@ mod tests {
             identity: None,
             opaque: false,
             draining: false,
+            node_unready: false,
             outside: false,
         }
     }

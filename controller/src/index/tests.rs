@@ -139,6 +139,7 @@ pub(crate) fn pod(name: &str, addresses: &[&str]) -> Pod {
         host_network: false,
         terminating: false,
         ready: false,
+        unready_by_node: false,
         created: 0,
         node: "".into(),
         zone: "".into(),
@@ -406,6 +407,112 @@ fn deleted_pod_drains_before_the_slices_change() {
     );
 }
 
+#[test]
+fn services_with_names_that_begin_with_a_digit_are_destinations_and_backends() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/features");
+    let text = std::fs::read_to_string(format!("{folder}/service-name.yaml")).unwrap();
+    let mut objects = crate::catalog::parse(&text, "cluster.local")
+        .unwrap()
+        .objects;
+    for (last, name) in ["1server", "2"].into_iter().enumerate() {
+        let Object::Service(service) = &mut objects[last] else {
+            panic!("a Service")
+        };
+        service.cluster_ips = vec![ip(&format!("10.96.0.{last}"))];
+        service.key.namespace = "shop".into();
+        let mut listed = slice(name, name, 8080, vec![endpoint("10.0.0.1", "")]);
+        listed.ports[0].name.clear();
+        objects.push(Object::Slice(listed));
+        let index = index(objects.clone());
+        let expected = format!("Service shop/{name} [10.0.0.1:8081]");
+        assert_eq!(at(&index, &format!("10.96.0.{last}:80")), expected);
+        let backend = Resource::Backend(key(name), 80);
+        let (_, backend) = index.resolve(&backend, &Location::default());
+        assert!(backend.target.is_some(), "{name}");
+    }
+}
+
+/// Kubernetes marks the pods of a node unready whose kubelet is silent.
+#[test]
+fn endpoints_are_a_last_resort_if_their_node_alone_made_them_unready() {
+    type Edit = fn(&mut Pod);
+    let pods: [(&str, Edit); 5] = [
+        ("by its node", |_| {}),
+        ("by its containers or a readiness gate", |pod| {
+            pod.unready_by_node = false;
+        }),
+        ("while it is deleted", |pod| pod.terminating = true),
+        ("on a ready node", |pod| pod.node = "n2".into()),
+        ("on an unknown node", |pod| pod.node = "n3".into()),
+    ];
+    let on = |name: &str, unready| {
+        Object::Node(Node {
+            key: Key::new("", name),
+            addresses: vec![],
+            unready,
+            zone: "".into(),
+        })
+    };
+    for (at, (name, change)) in pods.into_iter().enumerate() {
+        let mut unready = Pod {
+            node: "n1".into(),
+            unready_by_node: true,
+            ..pod("p", &["10.0.0.1"])
+        };
+        change(&mut unready);
+        let mut listed = endpoint("10.0.0.1", "p");
+        (listed.ready, listed.serving) = (false, false);
+        let objects = [
+            Object::Service(service("web", &["10.96.0.1"])),
+            Object::Slice(slice("web-1", "web", 8080, vec![listed])),
+            Object::Pod(unready),
+            on("n1", true),
+            on("n2", false),
+        ];
+        let expected = if at == 0 { "draining:1" } else { "" };
+        let mut index = index(objects.clone());
+        assert_eq!(
+            endpoints_for(&index, &location("", "")).1,
+            expected,
+            "{name}"
+        );
+        let destination = Resource::Destination("10.96.0.1:80".parse().unwrap());
+        let (_, state) = index.resolve(&destination, &location("", ""));
+        let endpoints = state.target.unwrap().endpoints;
+        assert!(
+            endpoints
+                .iter()
+                .all(|one| one.node_unready && one.identity.is_some())
+        );
+        // Whatever arrives last.
+        for object in objects {
+            let key = object.key().clone();
+            let mut touched = Touched::default();
+            index.apply(Change::Delete(object.kind(), key), &mut touched);
+            endpoints_for_any(&index);
+            let mut touched = Touched::default();
+            index.apply(Change::Apply(object), &mut touched);
+            assert_eq!(endpoints_for_any(&index), expected, "{name}");
+        }
+        let mut touched = Touched::default();
+        index.apply(Change::Apply(on("n1", false)), &mut touched);
+        let is_touched = touched.services.contains(&key("web"));
+        assert_eq!(
+            (endpoints_for_any(&index), is_touched),
+            (String::new(), at != 1 && at < 3)
+        );
+    }
+}
+
+/// The endpoints at 10.96.0.1:80, or nothing without the Service.
+fn endpoints_for_any(index: &Index) -> String {
+    let destination = Resource::Destination("10.96.0.1:80".parse().unwrap());
+    let (_, state) = index.resolve(&destination, &location("", ""));
+    state
+        .target
+        .map_or_else(String::new, |_| endpoints_for(index, &location("", "")).1)
+}
+
 /// The endpoints at 10.96.0.1:80 for a client, by the last part of their address.
 fn endpoints_for(index: &Index, client: &Location) -> (Area, String) {
     let destination = Resource::Destination("10.96.0.1:80".parse().unwrap());
@@ -505,6 +612,7 @@ fn location_of_a_pod_has_the_zone_of_its_node() {
     let node = Object::Node(Node {
         key: Key::new("", "n1"),
         addresses: vec![],
+        unready: false,
         zone: "a".into(),
     });
     let mut touched = Touched::default();
@@ -517,6 +625,7 @@ fn node(name: &str, addresses: &[&str]) -> Object {
     Object::Node(Node {
         key: Key::new("", name),
         addresses: addresses.iter().map(|text| ip(text)).collect(),
+        unready: false,
         zone: "".into(),
     })
 }
@@ -1007,11 +1116,13 @@ impl Chance {
                     pod.labels.clear();
                 }
                 pod.node = self.one(&Self::NODES).into();
+                pod.unready_by_node = self.0.bool();
                 Object::Pod(pod)
             }
             Kind::Node => Object::Node(Node {
                 key: Key::new("", self.one(&Self::NODES)),
                 addresses: self.some(&Self::ADDRESSES).into_iter().map(ip).collect(),
+                unready: self.0.bool(),
                 zone: self.one(&["a", "b"]).into(),
             }),
             Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => Object::Route(self.route(kind)),

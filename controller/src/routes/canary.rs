@@ -72,6 +72,7 @@ impl Canaries {
             uid: "".into(),
             generation: 0,
             bytes,
+            dropped: None,
         };
         let route = || {
             Route::new(

@@ -61,6 +61,8 @@ pub struct Meta {
     pub generation: i64,
     /// The length of the spec.
     pub bytes: usize,
+    /// What the API server has dropped of what was applied, for conditions.
+    pub dropped: Option<Arc<String>>,
 }
 
 impl Meta {
@@ -79,6 +81,7 @@ impl Meta {
             uid: uid.into(),
             generation,
             bytes: spec.to_string().len(),
+            dropped: None,
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use diy_mesh_controller::fields::{LAST_APPLIED, dropped};
 use diy_mesh_controller::policy::{GROUP, VERSION};
 use serde_json::Value;
 
@@ -11,8 +12,6 @@ use super::{Finding, Findings, count, or_ok};
 use crate::install::{self, live};
 use crate::routes::{conditions, list, text};
 
-/// The annotation in which `kubectl apply` keeps the object that it has sent.
-const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 const ADVICE: &str = "mesh install --crds | kubectl apply -f -";
 
 /// The definitions are installed, and have the fields of this version.
@@ -80,25 +79,6 @@ fn join(path: &str, name: &str) -> String {
     }
 }
 
-/// The paths of the fields that a policy has, as [`fields`] writes them.
-pub(super) fn paths(policy: &Value) -> BTreeSet<String> {
-    fn collect(value: &Value, path: &str, paths: &mut BTreeSet<String>) {
-        for (name, value) in value.as_object().into_iter().flatten() {
-            // The API server stores none.
-            if !value.is_null() {
-                collect(value, &join(path, name), paths);
-            }
-        }
-        for item in list(value) {
-            collect(item, &format!("{path}[]"), paths);
-        }
-        paths.insert(path.to_owned());
-    }
-    let mut paths = BTreeSet::new();
-    collect(policy, "", &mut paths);
-    paths
-}
-
 /// The mesh has accepted the policies.
 pub(super) fn policies(facts: &Facts) -> Findings<'_> {
     let policies = facts.policies.as_ref()?;
@@ -134,18 +114,10 @@ pub(super) fn policies(facts: &Facts) -> Findings<'_> {
 
 /// The fields of a policy that `kubectl apply` has sent and that are not stored.
 fn pruned(policy: &Value) -> Vec<String> {
-    let annotation = &policy["metadata"]["annotations"][LAST_APPLIED];
-    let applied: Option<Value> = annotation
-        .as_str()
-        .and_then(|text| serde_json::from_str(text).ok());
-    let applied = applied.map(|applied| paths(&applied["spec"]));
-    let stored = paths(&policy["spec"]);
-    let lost = applied
-        .iter()
-        .flatten()
-        .filter(|path| !stored.contains(*path));
+    let applied = &text(&policy["metadata"]["annotations"][LAST_APPLIED]);
     let title = live::title(policy);
-    lost.map(|path| format!("{title}: spec.{path}")).collect()
+    let lost = dropped(applied, &policy["spec"]).into_iter();
+    lost.map(|path| format!("{title}: {path}")).collect()
 }
 
 /// What the mesh says about the targets of a policy that it does not accept, and about those where

@@ -1,6 +1,7 @@
 //! The checks of `mesh upgrade --check`: whether the mesh of a cluster can become the release of this
 //! program. Their facts are those of `mesh check`, and what the API server says about the new objects.
 
+use diy_mesh_controller::fields::paths;
 use std::collections::BTreeSet;
 
 use diy_mesh_injector::version::numbers;
@@ -9,7 +10,7 @@ use kube::{ResourceExt, api::ListParams};
 use serde_json::{Value, json};
 
 use super::facts::{Fact, Facts};
-use super::policies::{fields, of_same_kind, paths};
+use super::policies::{fields, of_same_kind};
 use super::{Finding, Findings, count, or_ok, platform, policies, report, upgrade};
 use crate::{
     cluster::{Cluster, FORBIDDEN, list},

@@ -4,6 +4,7 @@ use std::{collections::BTreeSet, path::PathBuf};
 
 use anyhow::Result;
 use clap::Args;
+use diy_mesh_proto::authorization::edge::connection;
 use diy_mesh_proto::mesh::v1::get_edges_response::Group;
 use serde::Serialize;
 
@@ -63,7 +64,7 @@ struct Calls {
     caller: String,
     /// The port of the pods.
     port: u32,
-    /// The method and the path, or `connections`.
+    /// The method and the path, or `connections`; those without a byte of the client are no calls.
     call: String,
     /// The last day of UTC on which there were such calls.
     last_day: String,
@@ -94,10 +95,16 @@ fn report(observed: &Observed, unwatched: BTreeSet<String>) -> Report {
 fn calls(group: &Group) -> Vec<Calls> {
     let calls = group.edges.iter().filter_map(|seen| {
         let edge = seen.edge.as_ref()?;
+        let silent = edge.silent.as_ref().map(connection);
+        let call = match &silent {
+            Some(_) => "connections without a byte".to_owned(),
+            None => edges::what(edge),
+        };
+        let edge = silent.as_ref().unwrap_or(edge);
         edge.destination.is_empty().then(|| Calls {
             caller: edges::caller(edge),
             port: edge.port,
-            call: edges::what(edge),
+            call,
             last_day: egress::last_day(seen),
         })
     });
@@ -131,7 +138,7 @@ mod tests {
     use std::process::ExitCode;
 
     use diy_mesh_model::identity::TRUST_DOMAIN;
-    use diy_mesh_proto::mesh::v1::Edge;
+    use diy_mesh_proto::mesh::v1::{Edge, SilentConnection};
 
     use super::*;
     use crate::commands::{code, parsed};
@@ -147,7 +154,16 @@ mod tests {
             block: "192.0.2.0/24".to_owned(),
             ..edge("", 9090, "", None)
         };
+        let silent = Edge {
+            silent: Some(SilentConnection {
+                port: 9090,
+                block: scan.block.clone(),
+                ..SilentConnection::default()
+            }),
+            ..Edge::default()
+        };
         let edges = vec![
+            silent,
             edge("web", 8080, "GET", segment("/items")),
             outside,
             scan,
@@ -159,10 +175,11 @@ mod tests {
         };
         let unwatched = BTreeSet::from(["shop/db".to_owned()]);
         let expected = "\
-PODS                SINCE                 CALLER                              PORT  CALLS                     LAST DAY
-shop/cart app=cart  1970-01-09T00:00:00Z  shop/api                            8080  POST (path not recorded)  1970-01-10
-                                          shop/web                            8080  GET /items/...            1970-01-10
-                                          unauthenticated 192.0.2.0/24        9090  connections               1970-01-10
+PODS                SINCE                 CALLER                              PORT  CALLS                       LAST DAY
+shop/cart app=cart  1970-01-09T00:00:00Z  shop/api                            8080  POST (path not recorded)    1970-01-10
+                                          shop/web                            8080  GET /items/...              1970-01-10
+                                          unauthenticated 192.0.2.0/24        9090  connections                 1970-01-10
+                                          unauthenticated 192.0.2.0/24        9090  connections without a byte  1970-01-10
 shop/cart app=cart  1970-01-09T00:00:00Z  none
 shop/db             -                     not watched: no proxy has reported
 ";

@@ -6,6 +6,7 @@ pub mod check;
 pub mod dashboard;
 pub mod demo;
 pub mod egress;
+pub mod encryption;
 pub mod identity;
 pub mod install;
 pub mod plan;
@@ -66,6 +67,8 @@ enum Command {
     Dashboard(dashboard::Arguments),
     /// List what pods call outside of the cluster, or write policies that allow exactly that
     Egress(egress::Arguments),
+    /// Tell which Services are not encrypted, and why
+    Encryption(encryption::Arguments),
     /// Show the trust roots, the root rotation and the certificates of the workloads
     Identity(identity::Arguments),
     /// Print the objects of the mesh, for `kubectl apply -f -` or a repository
@@ -113,6 +116,7 @@ impl Command {
             Self::Check(arguments) => exit(block_on(check::run(&arguments)), 2),
             Self::Dashboard(arguments) => exit(block_on(dashboard::run(&arguments)), 2),
             Self::Egress(arguments) => exit(block_on(egress::run(&arguments)), 2),
+            Self::Encryption(arguments) => exit(block_on(encryption::run(&arguments)), 2),
             Self::Identity(arguments) => exit(block_on(identity::run(&arguments)), 1),
             Self::Install(arguments) => exit(install::run(&arguments), 1),
             Self::Plan(arguments) => exit(block_on(plan::run(&arguments)), 2),

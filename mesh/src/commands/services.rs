@@ -92,7 +92,8 @@ async fn watch(
     bail!("the controller has ended the watch; run the command again to reach another replica")
 }
 
-fn sort(services: &mut [Service]) {
+/// By namespace and name.
+pub(super) fn sort(services: &mut [Service]) {
     services
         .sort_by(|one, other| (&one.namespace, &one.name).cmp(&(&other.namespace, &other.name)));
 }

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::{
     sample,
-    traffic::{By, Rates, Row, Sample, TcpRow},
+    traffic::{By, Connections, Rates, Row, Sample, TcpRow},
 };
 
 /// The arguments of `mesh stat`.
@@ -103,7 +103,7 @@ impl Filter {
     }
 
     /// The opaque connections of the same.
-    fn tcp_rows(&self, by: By, sample: &Sample) -> Vec<TcpRow> {
+    pub(super) fn tcp_rows(&self, by: By, sample: &Sample) -> Vec<TcpRow> {
         let mut rows = sample.tcp_rows(by);
         if let Some(names) = self.names(sample) {
             rows.retain(|row| row.names.values().any(|name| names.contains(name)));
@@ -204,21 +204,26 @@ fn tcp_table(by: By, rows: &[TcpRow], colors: Colors) -> String {
     let headings = headings.map(|text| TextStyle::Bold.cell(text)).collect();
     let cells = rows.iter().map(|TcpRow { names, connections }| {
         let names = names.values().map(|name| TextStyle::Bold.cell(name));
-        let counts = [connections.connections, connections.open];
-        let bytes = [
-            connections.sent_bytes_per_second,
-            connections.received_bytes_per_second,
-        ];
-        let values = counts.map(|count| count.to_string()).into_iter();
-        let values = values.chain(bytes.map(|bytes| format!("{:.1}", bytes / 1e3)));
-        let values = values.chain([percent(connections.mutual_tls)]);
+        let values = tcp_texts(connections).into_iter();
         names.chain(values.map(plain)).collect::<Vec<Cell>>()
     });
     colors.table(&std::iter::once(headings).chain(cells).collect::<Vec<_>>())
 }
 
+/// The values of opaque connections, for people.
+pub(super) fn tcp_texts(connections: &Connections) -> [String; 5] {
+    let kilobytes = |bytes: f64| format!("{:.1}", bytes / 1e3);
+    [
+        connections.connections.to_string(),
+        connections.open.to_string(),
+        kilobytes(connections.sent_bytes_per_second),
+        kilobytes(connections.received_bytes_per_second),
+        percent(connections.mutual_tls),
+    ]
+}
+
 /// The headings of the values of opaque connections.
-const TCP: [&str; 5] = ["TCP", "OPEN", "SENT KB/S", "RECEIVED KB/S", "MTLS"];
+pub(super) const TCP: [&str; 5] = ["TCP", "OPEN", "SENT KB/S", "RECEIVED KB/S", "MTLS"];
 
 /// 100% means all.
 fn percent(share: f64) -> String {

@@ -124,6 +124,7 @@ fn take(screen: &mut Screen, of: &Filter, by: By, sample: Result<Sample>) {
             let rows = of.rows(by, &sample).into_iter();
             let rows = rows.map(|row| (row.names.into_values().collect(), row.rates));
             screen.model.update(rows.collect());
+            screen.tcp = of.tcp_rows(by, &sample);
             screen.notes = sample.notes;
         }
         Err(error) => screen.notes = vec![error.to_string()],

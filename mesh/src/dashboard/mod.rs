@@ -23,7 +23,7 @@ use serde::Serialize;
 use serde_json::json;
 use tokio::{net::TcpListener, net::TcpStream, sync::Mutex, time::Instant};
 
-use crate::traffic::{By, Row, Sample};
+use crate::traffic::{By, Row, Sample, TcpRow};
 use guard::Guard;
 use source::Source;
 
@@ -83,6 +83,8 @@ struct Traffic {
     workloads: Vec<Row>,
     edges: Vec<Row>,
     routes: Vec<Row>,
+    /// The opaque connections from and to the ends of edges.
+    tcp: Vec<TcpRow>,
     /// The workloads of called Services that have other names.
     services: BTreeMap<String, BTreeSet<String>>,
 }
@@ -199,6 +201,7 @@ impl Latest {
             workloads: sample.rows(By::Workload),
             edges,
             routes: sample.rows(By::Route),
+            tcp: sample.tcp_rows(By::Edge),
             services,
         }
     }

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use diy_mesh_controller::explain;
 use diy_mesh_model::identity::TRUST_DOMAIN;
 use diy_mesh_proto::mesh::v1::{
-    AuthorizedPath, Edge, authorized_path::Kind, edge::Path, get_edges_response::Seen, workload,
+    AuthorizedPath, Edge, SilentConnection, authorized_path::Kind, edge::Path,
+    get_edges_response::Seen, workload,
 };
 use serde_json::{Value, json};
 
@@ -349,9 +350,17 @@ fn calls_that_a_server_decides_about_are_told_as_such() {
 
 #[test]
 fn strict_mode_denies_what_was_plaintext() {
+    let silent = Edge {
+        silent: Some(SilentConnection {
+            port: 8080,
+            ..SilentConnection::default()
+        }),
+        ..Edge::default()
+    };
     let calls = vec![
         edge("web", 8080, "GET", segment("/items")),
         edge("", 8080, "GET", segment("/items")),
+        silent,
     ];
     let plan = planned(vec![group(calls)], &[], &[], true);
     let [effect] = &plan.effects[..] else {
@@ -359,6 +368,7 @@ fn strict_mode_denies_what_was_plaintext() {
     };
     assert_eq!(effect.call, "GET /items/... from unauthenticated");
     assert_eq!(effect.verdict.verdict, Outcome::Denied);
+    assert_eq!(plan.calls, 2, "a connection without a byte is no call");
 }
 
 #[test]

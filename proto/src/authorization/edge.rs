@@ -106,8 +106,25 @@ fn ends(address: IpAddr) -> [IpAddr; 2] {
     }
 }
 
+/// The edge of connections on which clients have sent bytes in place of none.
+pub fn connection(silent: &proto::SilentConnection) -> proto::Edge {
+    proto::Edge {
+        caller: silent.caller.clone(),
+        port: silent.port,
+        block: silent.block.clone(),
+        ..proto::Edge::default()
+    }
+}
+
 /// Whether an edge is one that a proxy of this release reports.
 pub fn is_valid(edge: &proto::Edge) -> bool {
+    if let Some(silent) = &edge.silent {
+        let only = proto::Edge {
+            silent: edge.silent.clone(),
+            ..proto::Edge::default()
+        };
+        return *edge == only && is_valid(&connection(silent));
+    }
     if !edge.destination.is_empty() {
         let only = proto::Edge {
             destination: edge.destination.clone(),
@@ -329,6 +346,22 @@ mod tests {
             ..proto::Edge::default()
         };
         assert!(is_valid(&valid));
+        let silent = |port, block: &str| proto::Edge {
+            silent: Some(proto::SilentConnection {
+                port,
+                block: block.to_owned(),
+                ..proto::SilentConnection::default()
+            }),
+            ..proto::Edge::default()
+        };
+        assert!(is_valid(&silent(80, "192.0.2.0/24")));
+        assert!(!is_valid(&silent(0, "192.0.2.0/24")));
+        assert!(!is_valid(&silent(80, "192.0.2.1/24")));
+        let port = 80;
+        assert!(!is_valid(&proto::Edge {
+            port,
+            ..silent(80, "")
+        }));
         assert!(is_valid(&proto::Edge {
             port: 6379,
             block: "192.0.2.0/24".into(),

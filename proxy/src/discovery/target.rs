@@ -34,7 +34,7 @@ pub struct Target {
     pub app_protocol: Option<Protocol>,
     /// The pod, or the ready endpoints of the Service, sorted by address, without duplicates.
     pub endpoints: Endpoints,
-    /// Endpoints that terminate and still serve, sorted by address, without duplicates.
+    /// Endpoints that terminate and still serve, or whose node is unready, sorted by address, without duplicates.
     pub draining: Endpoints,
     /// The endpoint that requests keep, if the Service has session affinity.
     pub affinity: Option<Arc<Affinity>>,
@@ -259,6 +259,7 @@ impl EndpointInfo {
             identity: None,
             opaque: false,
             outside: true,
+            node_unready: false,
             external: None,
         }
     }
@@ -502,6 +503,7 @@ fn parse_endpoint(endpoint: Endpoint, report: &mut dyn FnMut(String)) -> Option<
         identity,
         opaque: endpoint.opaque,
         outside: endpoint.outside,
+        node_unready: endpoint.node_unready,
         external: None,
     }))
 }

@@ -151,7 +151,9 @@ impl Today {
             return is_complete;
         }
         let is_call = edge.destination.is_empty();
-        let of_caller = self.callers.get(&edge.caller).copied().unwrap_or_default();
+        let silent = edge.silent.as_ref();
+        let caller = silent.map_or(&edge.caller, |silent| &silent.caller);
+        let of_caller = self.callers.get(caller).copied().unwrap_or_default();
         let [of_calls, of_destinations] = MAX_SHARES;
         let (share, most) = if is_call {
             (&mut self.calls, of_calls)
@@ -168,7 +170,7 @@ impl Today {
         share.edges += 1;
         share.bytes = bytes;
         if is_call {
-            self.callers.insert(edge.caller.clone(), of_caller + 1);
+            self.callers.insert(caller.clone(), of_caller + 1);
         }
         if let Some(path) = counted_path(&edge) {
             let paths = self.paths.entry(edge.port).or_default();
@@ -210,6 +212,30 @@ pub struct SeenEdges {
 pub struct NewEdge {
     hash: u64,
     edge: proto::Edge,
+}
+
+impl NewEdge {
+    /// The edge of a connection on which the client has sent no byte.
+    pub fn silent(self) -> Self {
+        let proto::Edge {
+            caller,
+            port,
+            block,
+            ..
+        } = self.edge;
+        let edge = proto::Edge {
+            silent: Some(proto::SilentConnection {
+                caller,
+                port,
+                block,
+            }),
+            ..proto::Edge::default()
+        };
+        Self {
+            hash: !self.hash,
+            edge,
+        }
+    }
 }
 
 /// What determines an edge.

@@ -66,6 +66,8 @@ pub struct Metrics {
     pub requests: Arc<Requests>,
     faults: Arc<PolicyCounters>,
     rate_limited: Arc<PolicyCounters>,
+    /// Requests and opaque connections to endpoints of unready nodes.
+    pub last_resorts: Counter,
     /// Exchanges not dumped because the budget was exhausted.
     pub dumps_suppressed: Counter,
     /// Dumps dropped because the writer's queue was full.
@@ -147,6 +149,11 @@ impl Metrics {
             "edges_cut",
             "Kinds of calls to the pod that the proxy does not report to the controller, or reports without their path, because of a limit",
         );
+        let last_resorts = register(
+            r,
+            "last_resort_requests",
+            "Outbound requests, retries included, and opaque connections to endpoints whose node is unready, because no endpoint of the Service is ready",
+        );
         let dumps_suppressed = register(
             r,
             "dumps_suppressed",
@@ -200,6 +207,7 @@ impl Metrics {
             requests,
             faults,
             rate_limited,
+            last_resorts,
             dumps_suppressed,
             dumps_dropped,
             access_logs_dropped,

@@ -264,6 +264,9 @@ impl Attempts {
         if !zone.is_empty() && !policy.zone.is_empty() {
             metrics.zone(*zone == policy.zone);
         }
+        if picked.node_unready.get() {
+            metrics.last_resorts.inc();
+        }
         Ok(picked)
     }
 

@@ -84,7 +84,8 @@ pub async fn serve(
     record.connected(&endpoint, upstream.socket().local_addr().ok());
     flow.audit(None, None);
     let mut edge = flow.new_edge(None);
-    // A connection without a byte of its client is no call: a port scan, or a check of a balancer.
+    // A connection without a byte of its client is no call, and listed apart: a port scan, or a check
+    // of a balancer.
     let mut called = |[sent, _]: [u64; 2]| {
         if sent > 0
             && let Some(edge) = edge.take()
@@ -100,6 +101,9 @@ pub async fn serve(
     };
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end, charge).await;
     called([copied.sent, copied.received]);
+    if let Some(edge) = edge.take() {
+        flow.worker.edges.add(edge.silent());
+    }
     in_flight.closed(copied.received > 0, copied.upstream_ended_first);
     record.copied(copied.sent, copied.received);
     match copied.end {

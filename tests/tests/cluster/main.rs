@@ -7,6 +7,7 @@ mod check;
 mod drill;
 mod egress;
 mod external;
+mod features;
 mod invalid_routes;
 mod policies;
 mod probes;

@@ -131,6 +131,40 @@ status: {{loadBalancer: {{ingress: [{{ip: 203.0.113.1}}, {{ip: 203.0.113.2, ipMo
 }
 
 #[test]
+fn node_may_have_made_a_pod_unready_whose_containers_and_gates_are_ready() {
+    let unready_by_node = |ready, containers, gates: &str| {
+        let yaml = format!(
+            "metadata: {{name: web}}
+spec: {{readinessGates: [{gates}]}}
+status: {{conditions: [{{type: Ready, status: '{ready}'}}, {{type: ContainersReady, status: '{containers}'}}, {{type: a, status: 'True'}}, {{type: b, status: 'False'}}]}}"
+        );
+        pod(&read(&yaml), "cluster.local").unwrap().unready_by_node
+    };
+    assert!(unready_by_node("False", "True", ""));
+    assert!(unready_by_node("False", "True", "{conditionType: a}"));
+    for gates in [
+        "{conditionType: a}, {conditionType: b}",
+        "{conditionType: c}",
+    ] {
+        assert!(!unready_by_node("False", "True", gates), "{gates}");
+    }
+    assert!(!unready_by_node("True", "True", ""));
+    assert!(!unready_by_node("False", "False", ""));
+    let unready = |conditions: &str| {
+        let yaml = format!("{{metadata: {{name: n}}, status: {{conditions: [{conditions}]}}}}");
+        node(&read(&yaml)).unwrap().unready
+    };
+    assert!(unready("{type: Ready, status: Unknown}"));
+    assert!(unready(
+        "{type: DiskPressure, status: 'False'}, {type: Ready, status: 'False'}"
+    ));
+    assert!(!unready(
+        "{type: Ready, status: 'True'}, {type: DiskPressure, status: 'False'}"
+    ));
+    assert!(!unready(""));
+}
+
+#[test]
 fn missing_conditions_mean_ready_and_not_terminating() {
     let converted = slice(&read(
         "metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}

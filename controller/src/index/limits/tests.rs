@@ -250,6 +250,7 @@ fn zone_is_that_of_the_node() {
         Object::Node(Node {
             key: Key::new("", "n"),
             addresses: vec![],
+            unready: false,
             zone: zone.into(),
         })
     };

@@ -42,6 +42,7 @@ fn routes_apply_at_every_address_of_a_service() {
     let node = crate::index::object::Node {
         key: Key::new("", "n1"),
         addresses: vec![ip("10.1.0.1")],
+        unready: false,
         zone: "".into(),
     };
     let mut index = index([Object::Service(web), Object::Node(node)]);

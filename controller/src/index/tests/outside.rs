@@ -148,6 +148,7 @@ fn unknown_address_is_that_of_a_node_or_not() {
     let node = Object::Node(Node {
         key: Key::new("", "n"),
         addresses: vec![ip("10.1.0.1")],
+        unready: false,
         zone: "".into(),
     });
     let none = state(&index, destination);

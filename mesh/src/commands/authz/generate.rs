@@ -186,9 +186,7 @@ type Requests = BTreeMap<String, BTreeSet<String>>;
 
 /// A rule for each port, and for the callers that asked for the same.
 fn rules(group: &Group, trust_domain: &str, notes: &mut Vec<String>) -> Vec<Value> {
-    let edges = group.edges.iter().filter_map(|seen| seen.edge.as_ref());
-    // Others are calls by the pods.
-    let edges = edges.filter(|edge| edge.destination.is_empty());
+    let edges = edges::called(group);
     let is_request = |edge: &&Edge| !edge.method.is_empty();
     let http: BTreeSet<u32> = edges
         .clone()
@@ -331,6 +329,8 @@ mod tests {
     use diy_mesh_controller::explain;
     use diy_mesh_model::identity::TRUST_DOMAIN;
     use diy_mesh_sandbox::manifest;
+
+    use diy_mesh_proto::mesh::v1::SilentConnection;
 
     use super::*;
     use crate::plan::{
@@ -480,6 +480,21 @@ spec:
             notes.iter().any(|note| note.starts_with(expected)),
             "{notes:?}"
         );
+    }
+
+    #[test]
+    fn connections_without_a_byte_generate_nothing() {
+        let silent = Edge {
+            silent: Some(SilentConnection {
+                port: 80,
+                block: "192.0.2.0/24".to_owned(),
+                ..SilentConnection::default()
+            }),
+            ..Edge::default()
+        };
+        let mut notes = Vec::new();
+        let policies = policies(&observed(vec![silent]), Mode::Audit, &mut notes);
+        assert_eq!((policies, notes), (Vec::new(), Vec::new()));
     }
 
     #[test]

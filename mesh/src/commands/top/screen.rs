@@ -3,22 +3,24 @@
 use ratatui::{
     Frame,
     crossterm::event::{KeyCode, KeyEvent, KeyModifiers},
-    layout::{Constraint, Layout},
+    layout::{Constraint, Layout, Rect},
     style::{Color, Style, Stylize as _},
     text::Line as TextLine,
     widgets::{Paragraph, Row, Table, TableState, Wrap},
 };
 
 use super::super::{
-    stat::{RATES, texts},
+    stat::{RATES, TCP, tcp_texts, texts},
     terminal::printable,
 };
 use super::model::{Line, Model};
-use crate::traffic::By;
+use crate::traffic::{By, TcpRow};
 
 /// The width of a value, and of the bars.
 const VALUE_WIDTH: u16 = 9;
 const BARS_WIDTH: u16 = 30;
+/// The width of a value of opaque connections.
+const TCP_WIDTH: u16 = 13;
 const HELP: &str = "up/down select   Enter latest failure   q quit";
 const PAGE_HELP: &str = "up/down scroll   Esc back";
 
@@ -28,6 +30,8 @@ pub struct Screen {
     pub model: Model,
     /// What is missing or was sampled.
     pub notes: Vec<String>,
+    /// The opaque connections of the latest sample.
+    pub tcp: Vec<TcpRow>,
     /// The names of the selected row.
     selected: Option<Vec<String>>,
     /// The page that covers the table, and its first line.
@@ -49,6 +53,7 @@ impl Screen {
             by,
             model: Model::default(),
             notes: Vec::new(),
+            tcp: Vec::new(),
             selected: None,
             page: None,
         }
@@ -119,7 +124,11 @@ impl Screen {
             None => {
                 let selected = self.selected_position();
                 let mut state = TableState::new().with_selected(selected);
-                frame.render_stateful_widget(self.table(), body, &mut state);
+                let [requests, tcp] = self.areas(body);
+                frame.render_stateful_widget(self.table(), requests, &mut state);
+                if !self.tcp.is_empty() {
+                    frame.render_widget(self.tcp_table(), tcp);
+                }
             }
         }
         let notes: Vec<_> = self.notes.iter().map(|note| printable(note)).collect();
@@ -127,6 +136,37 @@ impl Screen {
         frame.render_widget(notes, note_area);
         let help = if self.page.is_some() { PAGE_HELP } else { HELP };
         frame.render_widget(help.dim(), foot);
+    }
+
+    /// The areas of requests and of opaque connections, which get at most a third.
+    fn areas(&self, body: Rect) -> [Rect; 2] {
+        let lines = u16::try_from(self.tcp.len()).unwrap_or(u16::MAX);
+        let lines = lines.saturating_add(u16::from(lines > 0));
+        let tcp = Constraint::Length(lines.min(body.height / 3));
+        Layout::vertical([Constraint::Min(1), tcp]).areas(body)
+    }
+
+    /// Those without mutual TLS first.
+    fn tcp_table(&self) -> Table<'_> {
+        let mut rows: Vec<&TcpRow> = self.tcp.iter().collect();
+        rows.sort_by(|one, other| {
+            let [one, other] = [one, other].map(|row| row.connections.mutual_tls);
+            one.total_cmp(&other)
+        });
+        let rows = rows.into_iter().map(|row| {
+            let names = row.names.values().map(|name| printable(name));
+            let color = if row.connections.mutual_tls < 1.0 {
+                Color::Yellow
+            } else {
+                Color::Reset
+            };
+            Row::new(names.chain(tcp_texts(&row.connections))).style(color)
+        });
+        let names = self.by.headings();
+        let widths = names.iter().map(|_| Constraint::Fill(1));
+        let widths = widths.chain(TCP.map(|_| Constraint::Length(TCP_WIDTH)));
+        let headings = names.iter().copied().chain(TCP);
+        Table::new(rows, widths).header(Row::new(headings).bold())
     }
 
     fn table(&self) -> Table<'_> {
@@ -162,7 +202,7 @@ mod tests {
     use ratatui::{Terminal, backend::TestBackend};
 
     use super::*;
-    use crate::traffic::Rates;
+    use crate::traffic::{Connections, Rates};
 
     fn screen() -> Screen {
         let rates = |success| Rates {
@@ -211,6 +251,36 @@ mod tests {
                 HELP_DRAWN,
             ]
         );
+    }
+
+    #[test]
+    fn draws_opaque_connections_below_requests_and_those_without_mutual_tls_first() {
+        let mut screen = screen();
+        let row = |to: &str, mutual_tls| TcpRow {
+            names: [("from", "shop/web".to_owned()), ("to", to.to_owned())].into(),
+            connections: Connections {
+                open: 1,
+                connections: 2,
+                mutual_tls,
+                sent_bytes_per_second: 3000.0,
+                received_bytes_per_second: 100.0,
+            },
+        };
+        screen.tcp = vec![row("shop/redis", 1.0), row("shop/mqtt", 0.0)];
+        let mut terminal = Terminal::new(TestBackend::new(130, 12)).expect("in memory");
+        terminal
+            .draw(|frame| screen.draw(frame))
+            .expect("in memory");
+        let text = format!("{:?}", terminal.backend());
+        let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("{part}: {text}"));
+        let lines = [
+            "shop/web shop/cart 12.0",
+            "FROM TO TCP OPEN SENT KB/S RECEIVED KB/S MTLS",
+            "shop/web shop/mqtt 2 1 3.0 0.1 0.00%",
+            "shop/web shop/redis 2 1 3.0 0.1 100.00%",
+        ];
+        assert!(lines.map(at).is_sorted(), "{text}");
     }
 
     const HELP_DRAWN: &str = "up/down select Enter latest failure q quit";

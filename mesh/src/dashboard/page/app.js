@@ -20,7 +20,7 @@ const place = () => new URLSearchParams(location.hash.slice(1));
 let traffic = null;
 let receivedAt = 0;
 let failure = "";
-let sorted = { workloads: [3, 1], edges: [4, 1], routes: [2, 1] };
+let sorted = { workloads: [3, 1], edges: [4, 1], routes: [2, 1], tcp: [7, 1] };
 let layout = { key: null, positions: new Map(), groups: [] };
 
 // Elements
@@ -89,13 +89,16 @@ const milliseconds = (value) => (value < 10 ? value.toFixed(1) : String(Math.rou
 const level = (row) => (!hasFailures(row) ? "good" : row.success < HEALTHY ? "bad" : "warn");
 const MARKS = { good: "", warn: "▲ ", bad: "✕ " };
 const health = (row) => MARKS[level(row)] + percent(row.success);
-const describe = (row) => `${perSecond(row)} requests per second, ${percent(row.success)} succeed, p95 ${milliseconds(row.p95_ms)} ms, ` +
-  (row.mutual_tls === 1 ? "all with mutual TLS" : `${percent(row.mutual_tls)} with mutual TLS`);
+const isTcp = (row) => row.connections !== undefined;
+const kilobytes = (value) => (value / 1e3).toFixed(1);
+const mutualTls = (row) => (row.mutual_tls === 1 ? "all with mutual TLS" : `${percent(row.mutual_tls)} with mutual TLS`);
+const describe = (row) => isTcp(row) ? `${row.connections} TCP connections, ${mutualTls(row)}` : `${perSecond(row)} requests per second, ${percent(row.success)} succeed, p95 ${milliseconds(row.p95_ms)} ms, ` +
+  mutualTls(row);
 
 // Tables
 
 const column = (label, value, more = {}) => ({ label, value, text: (row) => String(value(row)), ...more });
-const number = (label, value, text) => column(label, value, { text, type: "number" });
+const number = (label, value, text = (row) => String(value(row))) => column(label, value, { text, type: "number" });
 const RATES = [
   number("Requests/s", (row) => row.requests_per_second, perSecond),
   column("Success", (row) => row.success, { text: health, type: level }),
@@ -110,6 +113,10 @@ const TABLES = {
     why((row) => (hasFailures(row) ? workloadLink(row.name) : null))] },
   edges: { title: "Calls", columns: [column("From", (row) => row.from, { href: (row) => workloadLink(row.from) }),
     column("To", (row) => row.to, { href: (row) => workloadLink(row.to) }), ...RATES, why(whyLink)] },
+  tcp: { title: "TCP connections", columns: [column("From", (row) => row.from, { href: (row) => workloadLink(row.from) }),
+    column("To", (row) => row.to, { href: (row) => workloadLink(row.to) }), number("Connections", (row) => row.connections),
+    number("Open", (row) => row.open), number("Sent kB/s", (row) => row.sent_bytes_per_second, (row) => kilobytes(row.sent_bytes_per_second)),
+    number("Received kB/s", (row) => row.received_bytes_per_second, (row) => kilobytes(row.received_bytes_per_second)), RATES[2]] },
   routes: { title: "Routes", columns: [column("Route", (row) => row.name), ...RATES] },
 };
 
@@ -128,7 +135,7 @@ function renderTables(shown) {
   });
 }
 
-const rowKey = (row) => row.name ?? `${row.from} ${row.to}`;
+const rowKey = (row) => (row.name ?? `${row.from} ${row.to}`) + (isTcp(row) ? " TCP" : "");
 
 function createTable(name) {
   const { title, columns } = TABLES[name];
@@ -217,7 +224,7 @@ function arrange(names, edges) {
 
 function renderGraph(shown, selected) {
   const rows = new Map(shown.workloads.map((row) => [row.name, row]));
-  const arrows = [...shown.edges, ...shown.leads];
+  const arrows = [...shown.edges, ...shown.tcp, ...shown.leads];
   const all = [...new Set([...rows.keys(), ...arrows.flatMap(({ from, to }) => [from, to])])].sort();
   const names = all.slice(0, MAX_NODES);
   const key = JSON.stringify(names);
@@ -226,7 +233,7 @@ function renderGraph(shown, selected) {
   const scale = Math.min(1, Math.max(MIN_SCALE, byId("canvas").parentElement.clientWidth / width));
   set(byId("canvas"), { width: width * scale, height: height * scale, viewBox: `0 0 ${width} ${height}` });
   const isShown = ({ from, to }) => layout.positions.has(from) && layout.positions.has(to);
-  const [edges, leads] = [shown.edges.filter(isShown), shown.leads.filter(isShown)];
+  const [edges, leads] = [[...shown.edges, ...shown.tcp].filter(isShown), shown.leads.filter(isShown)];
   const neighbours = new Set([selected, ...arrows.flatMap(({ from, to }) => (from === selected ? [to] : to === selected ? [from] : []))]);
   const away = (isNear) => (layout.positions.has(selected) && !isNear ? " away" : "");
   patch(byId("groups"), layout.groups, ({ text, x, y }) => `${x} ${y} ${text}`, ({ text, x, y }) => svg("text", { class: "group", x, y }, text), () => {});
@@ -280,12 +287,12 @@ function renderEdge(node, edge, away, above) {
   const text = `${edge.from} to ${edge.to}: ${describe(edge)}`;
   set(node, { class: `edge${bad ? " failing" : ""}${away}`, href: whyLink(edge), role: bad ? null : "img", "aria-label": text });
   setText(title, text);
-  set(flow, { d: curve(edge), "stroke-width": 1.5 + Math.min(5, Math.log10(1 + edge.requests_per_second) * 2) });
+  set(flow, { d: curve(edge), "stroke-width": 1.5 + Math.min(5, Math.log10(1 + (edge.requests_per_second ?? 0)) * 2) });
   set(tip, { d: `M${x2 + 6} ${y2}l-10 -6v12z` });
   set(note, { transform: `translate(${x2 - NODE.columnGap + 24} ${y2 - 14 - above * 15})`, visibility: above === null ? "hidden" : null });
   const closed = edge.mutual_tls === 1;
   set(note.children[0], { class: closed ? "lock" : "lock open", d: `M-4 0h9v7h-9zM-2 0v-3a2.5 2.5 0 0 1 5 0${closed ? "v3" : ""}` });
-  setText(note.children[1], `${perSecond(edge)}/s ${milliseconds(edge.p95_ms)} ms${bad ? " ✕ " + percent(1 - edge.success) : ""}`);
+  setText(note.children[1], isTcp(edge) ? `${edge.connections} TCP` : `${perSecond(edge)}/s ${milliseconds(edge.p95_ms)} ms${bad ? " ✕ " + percent(1 - edge.success) : ""}`);
 }
 
 // A workload
@@ -392,7 +399,7 @@ function matching(all, text) {
   const has = (name) => name.toLowerCase().includes(text);
   const hasEnd = ({ from, to }) => has(from) || has(to);
   const leads = Object.entries(all.services).flatMap(([from, workloads]) => workloads.map((to) => ({ from, to })));
-  return { edges: all.edges.filter(hasEnd), leads: leads.filter(hasEnd), workloads: all.workloads.filter(({ name }) => has(name)), routes: all.routes.filter(({ name }) => has(name)) };
+  return { edges: all.edges.filter(hasEnd), tcp: all.tcp.filter(hasEnd), leads: leads.filter(hasEnd), workloads: all.workloads.filter(({ name }) => has(name)), routes: all.routes.filter(({ name }) => has(name)) };
 }
 
 function render() {
@@ -408,7 +415,7 @@ function render() {
 function renderTraffic(notes) {
   const view = document.querySelector("[name=view]:checked") ?? document.querySelector(`[value=${traffic.workloads.length > LARGE_MESH ? "table" : "graph"}]`);
   view.checked = true;
-  const isEmpty = !traffic.workloads.length && !traffic.edges.length;
+  const isEmpty = !traffic.workloads.length && !traffic.edges.length && !traffic.tcp.length;
   const shown = matching(traffic, byId("filter").value.trim().toLowerCase());
   const total = traffic.workloads.reduce((sum, row) => sum + row.requests_per_second, 0);
   setText(byId("summary"), `${traffic.workloads.length} workloads, ${traffic.edges.length} calls, ${perSecond({ requests_per_second: total })} requests/s`);

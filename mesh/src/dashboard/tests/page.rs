@@ -5,6 +5,8 @@ use std::{env, fs, path::Path};
 use base64::{Engine, prelude::BASE64_STANDARD};
 use tokio::net::TcpListener;
 
+use diy_mesh_proto::mesh::v1::traffic::Flow;
+
 use super::browser::Browser;
 use super::fixture::{Fake, HOSTILE};
 use super::{Sample, Server, server, token};
@@ -203,6 +205,39 @@ async fn graph_has_callers_on_the_left_and_no_overlaps() {
         let expected = format!("{failing}.textContent.includes('✕ 9%') && {failing}.href.baseVal.includes('why=')");
         browser.wait(&expected).await;
         browser.wait("document.querySelectorAll('.lock.open').length === 2").await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn opaque_connections_are_arrows_and_a_table() {
+    let fake = Fake::shop();
+    if let Ok(sample) = &mut *fake.sample.borrow_mut() {
+        let flow = Flow {
+            peer_namespace: "data".into(),
+            peer: "redis".into(),
+            connections: 4,
+            connections_mutual_tls: 3,
+            open: 2,
+            bytes_sent: 300_000,
+            ..Flow::default()
+        };
+        let mut pods = sample.pods.iter_mut();
+        let web = pods.find(|pod| pod.workload == "web").expect("a pod");
+        web.traffic.flows.push(flow);
+    }
+    with_page(fake, async |browser, url, _| {
+        browser.open(url).await;
+        let edge = "document.querySelector('.edge[aria-label=\"shop/web to data/redis: 4 TCP connections, 75% with mutual TLS\"]')";
+        browser.wait(&format!("{edge}?.querySelector('.lock.open') != null")).await;
+        assert_eq!(browser.value(OVERLAPS).await, 0);
+        browser
+            .value("document.querySelector('[value=table]').click()")
+            .await;
+        let row = "document.querySelector('#table-tcp tbody tr')?.innerText.split(/\\s+/).join(' ')";
+        browser
+            .wait(&format!("{row} === 'shop/web data/redis 4 2 3.0 0.0 75%'"))
+            .await;
     })
     .await;
 }

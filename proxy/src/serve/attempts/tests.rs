@@ -300,6 +300,18 @@ async fn failure_of_an_attempt_leads_to_a_step() {
     }
 }
 
+#[tokio::test]
+async fn attempts_at_endpoints_of_unready_nodes_are_counted() {
+    for (node_unready, expected) in [(false, 0), (true, 1)] {
+        let (flow, metrics) = flow_to(1, BackendPolicy::default()).await;
+        let endpoint = flow.destination.pick(&[], &mut fastrand::Rng::new());
+        endpoint.expect("one").node_unready.set(node_unready);
+        let mut attempts = new(&flow, &flow.destination, AttemptSettings::default());
+        drop(attempts.begin(&flow).expect("an endpoint"));
+        assert_eq!(metrics.last_resorts.get(), expected);
+    }
+}
+
 /// Sends 1000 requests to three endpoints, none of which answers. Returns the attempts and the
 /// metrics.
 async fn fail_all(request: impl Fn() -> Scripted, policy: BackendPolicy) -> (u32, String) {

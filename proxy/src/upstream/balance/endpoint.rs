@@ -23,6 +23,8 @@ pub struct Endpoint {
     pub address: SocketAddr,
     /// What discovery announced.
     pub info: Arc<EndpointInfo>,
+    /// Whether its node is unready, as discovery announced last.
+    pub node_unready: Cell<bool>,
     tag: OnceCell<Tag>,
     pool: RefCell<Rc<Pool>>,
     /// When discovery announced it. None: this proxy is not older.
@@ -55,6 +57,7 @@ impl Endpoint {
             address: pool.remote.address,
             pool: RefCell::new(pool.clone()),
             info: info.clone(),
+            node_unready: Cell::new(info.node_unready),
             tag: OnceCell::new(),
             joined_at,
             in_flight: Cell::new(0),

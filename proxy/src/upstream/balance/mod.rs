@@ -552,6 +552,7 @@ fn merge(
                 }
                 let pool = pools.open(Remote::from(&*info), limits);
                 member.endpoint.set_pool(pool.pool());
+                member.endpoint.node_unready.set(info.node_unready);
                 Member {
                     info,
                     _pool: pool,

@@ -116,7 +116,11 @@ impl State {
     /// has a healthy one. A quarantined one only if all are.
     pub(super) fn balance(&self, context: &Context<'_>, rng: &mut Rng) -> Option<&Rc<Endpoint>> {
         let now = context.now;
-        let untried = |endpoint: &Endpoint| !context.avoided.contains(endpoint, now);
+        // A last resort that has refused a connection is none.
+        let untried = |endpoint: &Endpoint| {
+            let is_lost = endpoint.node_unready.get() && endpoint.is_quarantined(now);
+            !context.avoided.contains(endpoint, now) && !is_lost
+        };
         if let [only] = self.members.as_slice() {
             return untried(&only.endpoint).then_some(&only.endpoint);
         }

@@ -224,6 +224,55 @@ fn keys_of_quarantined_and_overloaded_endpoints_spill_and_return() {
     assert!(Rc::ptr_eq(&endpoints.pick(key), &usual));
 }
 
+#[test]
+fn endpoint_of_an_unready_node_gets_no_requests_after_a_refused_connection() {
+    for count in [1, 2] {
+        let endpoint = |host: u8| EndpointInfo {
+            node_unready: true,
+            ..EndpointInfo::bare(([10, 0, 0, host], 80).into())
+        };
+        let mut target = with_policy(&Algorithm::PeakEwma, Vec::new());
+        target.draining = (1..=count).map(|host| Arc::new(endpoint(host))).collect();
+        let mut endpoints = Endpoints::new(&target, 7);
+        for host in 1..=count {
+            quarantine(&endpoints.endpoint(host));
+        }
+        let context = Context {
+            preference: Preference::default(),
+            avoided: &Avoided::default(),
+            turns: &endpoints.turns,
+            zones: &endpoints.zones,
+            now: Instant::now(),
+        };
+        let picked = endpoints.state.balance(&context, &mut endpoints.rng);
+        assert!(picked.is_none(), "{count} endpoints");
+        let ready = |host| EndpointInfo {
+            node_unready: false,
+            ..endpoint(host)
+        };
+        let mut target = with_policy(&Algorithm::PeakEwma, (1..=count).map(ready).collect());
+        target.draining = Vec::new();
+        let mut endpoints = Endpoints::new(&target, 7);
+        for host in 1..=count {
+            quarantine(&endpoints.endpoint(host));
+        }
+        assert!(
+            (1..=count).contains(&endpoints.host(None)),
+            "a ready one is tried"
+        );
+        // The next announcement counts.
+        (target.draining, target.endpoints) = (target.endpoints, Vec::new());
+        for one in &mut target.draining {
+            *one = Arc::new(EndpointInfo {
+                node_unready: true,
+                ..(**one).clone()
+            });
+        }
+        endpoints.update(&target);
+        assert!(endpoints.endpoint(1).node_unready.get());
+    }
+}
+
 /// Hosts 1 to 3 are in zone a, 4 to 9 in zone b.
 fn zoned(algorithm: &Algorithm) -> Target {
     let endpoint = |host: u8| EndpointInfo {
