@@ -113,13 +113,18 @@ async fn page_over_the_limit_is_requested_again_with_half_as_many_objects() {
 
 #[tokio::test]
 async fn object_over_the_limit_leaves_the_others_readable() {
-    let mut server = start(Kind::Service).await;
-    let mut large = service("large", "10.0.0.1", "5");
-    large["metadata"]["annotations"] = json!({"long": "x".repeat(MAX_OBJECT_BYTES)});
-    let objects = [large, service("b", "10.0.0.2", "6")];
+    let mut server = start(Kind::Grant).await;
+    let grant = |name: &str, length: usize| {
+        json!({
+            "metadata": {"name": name, "namespace": "shop", "resourceVersion": "5",
+                "annotations": {"long": "x".repeat(length)}},
+            "spec": {"from": [], "to": []},
+        })
+    };
+    let objects = [grant("large", MAX_OBJECT_BYTES), grant("b", 1)];
     server.respond(200, list("7", "", &objects)).await;
-    assert_eq!(server.change().await, "reset Service [shop/b]");
-    assert_eq!(server.freshness.ignored(), [(Kind::Service, 1)]);
+    assert_eq!(server.change().await, "reset ReferenceGrant [shop/b]");
+    assert_eq!(server.freshness.ignored(), [(Kind::Grant, 1)]);
 }
 
 #[tokio::test]
