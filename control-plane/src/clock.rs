@@ -38,7 +38,7 @@ pub enum Finding {
     Agreement,
     /// The clock of the API server differs from the trusted time.
     ServerDiffers(i64),
-    /// No majority: the clocks of one half differ from those of the other half.
+    /// No majority: the clocks of one half differ from the clocks of the other half.
     Disputed(i64),
     /// The own clock differs from the trusted time.
     OwnDiffers(i64),
@@ -91,7 +91,7 @@ impl fmt::Display for Difference {
     }
 }
 
-/// Compares the own clock with those of the API server and of other replicas.
+/// Compares the own clock with the clocks of the API server and of other replicas.
 ///
 /// A replica whose clock differs from the trusted time is wrong. Of two clocks, neither is. Of four
 /// or more clocks without a majority, the half with the API server is right.

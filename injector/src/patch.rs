@@ -349,7 +349,7 @@ fn init_containers(old: &[&Value], injected: [Value; 2], others: Vec<Value>) -> 
     updated.chain(others).collect()
 }
 
-/// The names of the pod that conflict with those of the mesh.
+/// The names of the pod that conflict with names of the mesh.
 fn conflicts(view: &PodView<'_>) -> Vec<String> {
     let mut problems = Vec::new();
     for container in app_containers(view) {

@@ -373,7 +373,7 @@ impl<S: Store> Reconciler<S> {
         }
     }
 
-    /// Reads the reports of other replicas, removes those of dead ones, and compares the clocks.
+    /// Reads the reports of other replicas, removes reports of dead ones, and compares the clocks.
     async fn read_others(&self, others: &mut Others) -> Result<(), Error> {
         let reports = self.store.reports().await?.into_iter();
         let reports = reports.filter(|(name, _)| *name != self.replica);
@@ -401,7 +401,7 @@ impl<S: Store> Reconciler<S> {
         Ok(())
     }
 
-    /// Writes the report of this replica, and returns those of all live ones.
+    /// Writes the report of this replica, and returns the reports of all live ones.
     async fn exchange_reports(
         &self,
         others: &mut Others,

@@ -66,7 +66,7 @@ async fn accept(worker: Rc<Worker>, direction: Direction, listener: std::net::Tc
     };
     loop {
         let (stream, peer) = acceptor.accept().await;
-        // Those of applications have an address of the pod.
+        // Connections of applications have an address of the pod.
         let other = if direction == Direction::Outbound && peer.ip().is_loopback() {
             redirect::answer(stream, worker.config.inbound_port)
         } else {

@@ -216,7 +216,7 @@ async fn count_cas(skews: &[i64], server: Option<i64>) -> usize {
         let state = CaState::read(&store.content.lock().unwrap().fields, now);
         let state = state.unwrap_or_else(|error| panic!("{error}: {context}"));
         let signer = state.signer().certificate();
-        // Of two clocks, that of the API server counts.
+        // With two clocks, the clock of the API server counts.
         let is_begun = skews.len() == 1 || signer.not_before <= now;
         let is_valid = is_begun && now < signer.not_after;
         assert!(is_valid, "{signer:?} at {now:?}: {context}");

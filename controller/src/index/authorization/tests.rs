@@ -602,7 +602,7 @@ fn policies_over_the_bound_deny_at_the_ports_of_all_until_these_are_too_many() {
     let excess = |policies: usize, ports: usize| {
         let mut all = Vec::new();
         for policy in 0..policies {
-            // Half of the ports are those of the policy before, too.
+            // Half of the ports are ports of the policy before, too.
             let first = u32::try_from(policy * ports / 2).unwrap();
             let ports = (first..).take(ports).collect();
             let mode = [Mode::Enforce, Mode::Audit][policy % 2];
