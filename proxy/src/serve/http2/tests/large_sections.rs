@@ -1,5 +1,8 @@
 //! Tests of header and trailer sections over the proxy's limits.
 
+use super::hostile::{CONTINUATION, END_HEADERS, END_STREAM, GET, HEADERS, frame};
+use super::raw::{End, settings};
+use super::small_frames::respond_to_get;
 use super::*;
 
 /// This many fields of 1,000 bytes, and the last one of a gRPC response.
@@ -166,5 +169,53 @@ fn status_431_names_the_limit() {
             let body = String::from_utf8_lossy(response.body()).into_owned();
             assert!(body.contains(limit), "{body}");
         }
+    });
+}
+
+#[test]
+fn incomplete_header_blocks_are_charged_and_released() {
+    on_worker(async {
+        let mesh = Mesh::new();
+        let destination = Backend::alone(named_app("fine").await);
+        let used = || mesh.worker.admission.used_bytes(&[]);
+        let before = used();
+        let mut clients = Vec::new();
+        for _ in 0..5 {
+            let client = End::client(&mesh, &destination, Direction::Outbound, 65_535).await;
+            // No acknowledgment of SETTINGS comes between the frames of the block.
+            client.sync().await;
+            client.send(frame(HEADERS, END_STREAM, 1, GET));
+            // A field x of 16,000 bytes, never indexed.
+            let field = [&[0x10, 1, b'x', 0x7f, 0x81, 0x7c][..], &[b'v'; 16_000]].concat();
+            for _ in 0..15 {
+                client.send(frame(CONTINUATION, 0, 1, &field));
+            }
+            clients.push(client);
+        }
+        until(|| used() >= before + 5 * 15 * 16_000).await;
+        for client in &clients {
+            client.send(frame(CONTINUATION, END_HEADERS, 1, b""));
+            until(|| client.seen.has_ended(1)).await;
+            client.get(3).await;
+        }
+        until(|| used() < before + 5 * 100_000).await;
+    });
+}
+
+/// Each byte of the block stands for a field of 4,000 bytes.
+#[test]
+fn references_to_a_large_field_count_with_its_size() {
+    on_worker(async {
+        let mesh = Mesh::new();
+        let (address, app) = End::app(settings(&[]), respond_to_get).await;
+        let destination = Backend::alone(address);
+        let client = End::client(&mesh, &destination, Direction::Outbound, 65_535).await;
+        let field = [&[0x40, 1, b'x', 0x7f, 0xa1, 0x1e][..], &[b'v'; 4_000]].concat();
+        let block = [GET, &field, &[0x80 | 62; 100]].concat();
+        client.send(frame(HEADERS, END_HEADERS | END_STREAM, 1, &block));
+        until(|| client.seen.has_ended(1)).await;
+        let (app, ()) = tokio::join!(app, client.get(3));
+        assert_eq!(app.seen.heads.borrow().len(), 1, "only the second request");
+        client.sync().await;
     });
 }
