@@ -9,6 +9,8 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
 TAG ?= dev
+# make demo: the crates with the programs that the demo runs.
+PROGRAMS := diy-mesh $(MESH:%=diy-mesh-%) diy-mesh-sample-apps
 IMAGES := $(APPS:%=diy-sm-%:$(TAG))
 
 # make previous-images: the commits of previous releases. The tags of their images are the first twelve digits.
@@ -37,7 +39,7 @@ help: ## this list
 	@printf '\nFirst time here? make demo\n'
 
 demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--for 30')
-	@cargo build --bins
+	@cargo build --bins $(PROGRAMS:%=-p %)
 	@$(TARGET_DIR)/debug/mesh demo $(ARGS)
 
 test: MORE := curl:curl ip:iproute2 iptables-restore:iptables openssl:openssl nft:nftables c++:g++ promtool:prometheus chromium:chromium

@@ -19,35 +19,116 @@ pub const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration
 /// not stored: it drops fields that a kind does not have, such as misspelt ones.
 pub fn dropped(last_applied: &str, spec: &Value) -> Vec<String> {
     let applied: Value = serde_json::from_str(last_applied).unwrap_or_default();
-    let stored = paths(spec);
-    let lost = paths(&applied["spec"]).into_iter();
-    let lost = lost.filter(|path| !stored.contains(path));
+    let lost = lost(&applied["spec"], spec, any_item).into_iter();
     lost.map(|path| format!("spec.{path}")).collect()
 }
 
 /// The paths of the fields that a value has, with `[]` for any item of a list.
 pub fn paths(value: &Value) -> BTreeSet<String> {
-    fn collect(value: &Value, path: &str, paths: &mut BTreeSet<String>) {
-        for (name, value) in value.as_object().into_iter().flatten() {
-            let dot = if path.is_empty() { "" } else { "." };
-            // The API server stores no null.
-            if !value.is_null() {
-                collect(value, &format!("{path}{dot}{name}"), paths);
-            }
+    paths_with(value, any_item)
+}
+
+/// The paths of the fields of a value that a later form of the value does not have.
+pub(crate) fn lost(before: &Value, after: &Value, item: Item) -> Vec<String> {
+    let kept = paths_with(after, item);
+    let mut lost = Vec::new();
+    walk(before, "", item, &mut |path| {
+        let is_kept = kept.contains(path);
+        if !is_kept {
+            lost.push(path.to_owned());
         }
-        for item in value.as_array().into_iter().flatten() {
-            collect(item, &format!("{path}[]"), paths);
-        }
-        paths.insert(path.to_owned());
-    }
+        is_kept
+    });
+    lost
+}
+
+/// The text of the position of an item in a path.
+pub(crate) type Item = fn(usize) -> String;
+
+fn any_item(_: usize) -> String {
+    "[]".to_owned()
+}
+
+/// The item at this position.
+pub(crate) fn nth_item(position: usize) -> String {
+    format!("[{position}]")
+}
+
+fn paths_with(value: &Value, item: Item) -> BTreeSet<String> {
     let mut paths = BTreeSet::new();
-    collect(value, "", &mut paths);
+    walk(value, "", item, &mut |path| {
+        paths.insert(path.to_owned());
+        true
+    });
     paths
+}
+
+/// Visits the path of each field and item, and what is inside where `visit` returns true. Null is no
+/// value: the API server stores none.
+fn walk(value: &Value, path: &str, item: Item, visit: &mut dyn FnMut(&str) -> bool) {
+    if value.is_null() || !visit(path) {
+        return;
+    }
+    for (name, value) in value.as_object().into_iter().flatten() {
+        let dot = if path.is_empty() { "" } else { "." };
+        walk(value, &format!("{path}{dot}{name}"), item, visit);
+    }
+    for (position, value) in value.as_array().into_iter().flatten().enumerate() {
+        walk(value, &format!("{path}{}", item(position)), item, visit);
+    }
+}
+
+/// The path of the field that the first bytes of a JSON text end in.
+pub(crate) fn path_at(json: &str, length: usize) -> String {
+    enum Inside {
+        Object(String),
+        List(usize),
+    }
+    let bytes = &json.as_bytes()[..json.len().min(length)];
+    let (mut open, mut at, mut is_name) = (Vec::new(), 0, false);
+    while let Some(byte) = bytes.get(at) {
+        at += 1;
+        match byte {
+            b'{' => {
+                open.push(Inside::Object(String::new()));
+                is_name = true;
+            }
+            b'[' => open.push(Inside::List(0)),
+            b'}' | b']' => {
+                open.pop();
+            }
+            b',' => match open.last_mut() {
+                Some(Inside::List(position)) => *position += 1,
+                _ => is_name = true,
+            },
+            b'"' => {
+                let start = at;
+                while let Some(byte) = bytes.get(at).filter(|byte| **byte != b'"') {
+                    at += 1 + usize::from(*byte == b'\\');
+                }
+                if let (true, Some(Inside::Object(name))) = (is_name, open.last_mut()) {
+                    *name = String::from_utf8_lossy(&bytes[start..at.min(bytes.len())]).into();
+                    is_name = false;
+                }
+                at += 1;
+            }
+            _ => {}
+        }
+    }
+    let mut path = String::new();
+    for inside in open {
+        match inside {
+            Inside::Object(name) if path.is_empty() => path = name,
+            Inside::Object(name) => path += &format!(".{name}"),
+            Inside::List(position) => path += &nth_item(position),
+        }
+    }
+    path
 }
 
 /// Reads the field `at`. A field in it that its type does not have could change what it means.
 pub(crate) fn read_known<T: DeserializeOwned>(value: &Value, at: &str) -> Result<T, Rejection> {
-    let (read, unknown) = with_unknown_fields(value);
+    let (read, unknown) = with_unknown_fields::<T>(value);
     match unknown.first() {
         Some(name) => Err(invalid(at, name, "unknown field")),
         None => read.map_err(|(path, error)| invalid(at, &path, error)),
@@ -56,7 +137,7 @@ pub(crate) fn read_known<T: DeserializeOwned>(value: &Value, at: &str) -> Result
 
 /// Reads the field `at`, whatever other fields are in it.
 pub(crate) fn read<'a, T: Deserialize<'a>>(value: &'a Value, at: &str) -> Result<T, Rejection> {
-    let read = serde_path_to_error::deserialize(value).map_err(located);
+    let (read, _) = with_unknown_fields(value);
     read.map_err(|(path, error)| invalid(at, &path, error))
 }
 
@@ -68,15 +149,6 @@ fn invalid(at: &str, path: &str, error: impl Display) -> Rejection {
     };
     let message = format!("{at}{dot}{path}: {error}");
     Rejection::new(UNSUPPORTED_VALUE, shortened(&message))
-}
-
-/// The path of a field, and its error.
-pub(crate) type Located<E> = (String, E);
-
-fn located<E>(error: serde_path_to_error::Error<E>) -> Located<E> {
-    let path = error.path().to_string();
-    let path = if path == "." { String::new() } else { path };
-    (path, error.into_inner())
 }
 
 /// A duration in milliseconds, whose text is that of GEP-2257.
@@ -147,20 +219,20 @@ fn named<T: Copy>(text: &str, values: &[(&str, T)]) -> Result<T, String> {
     })
 }
 
-/// Reads a value, or tells the path of a field that cannot be read; and the paths of the fields that
-/// its type does not have.
-pub(crate) fn with_unknown_fields<'a, T, D>(
-    document: D,
-) -> (Result<T, Located<D::Error>>, Vec<String>)
-where
-    T: Deserialize<'a>,
-    D: Deserializer<'a>,
-{
+/// Reads a value, or tells the path of a field that cannot be read, with the error; and the paths of
+/// the fields that its type does not have.
+pub(crate) fn with_unknown_fields<'a, T: Deserialize<'a>>(
+    value: &'a Value,
+) -> (Result<T, (String, serde_json::Error)>, Vec<String>) {
     let mut unknown = Vec::new();
     let mut note = |path: Path<'_>| unknown.push(text(&path));
-    let document = serde_ignored::Deserializer::new(document, &mut note);
-    let value = serde_path_to_error::deserialize(document).map_err(located);
-    (value, unknown)
+    let document = serde_ignored::Deserializer::new(value, &mut note);
+    let read = serde_path_to_error::deserialize(document).map_err(|error| {
+        let path = error.path().to_string();
+        let path = if path == "." { String::new() } else { path };
+        (path, error.into_inner())
+    });
+    (read, unknown)
 }
 
 /// A path such as `spec.rules[0].name`.
@@ -175,5 +247,41 @@ fn text(path: &Path<'_>) -> String {
         Path::Some { parent }
         | Path::NewtypeStruct { parent }
         | Path::NewtypeVariant { parent } => text(parent),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn path_of_a_position_in_json_is_that_of_the_innermost_field() {
+        let json = r#"{"a":{"b\"}":[{"c":"x,{"},{"d":[1,2]}],"e":null},"f":"#;
+        for (before, path) in [
+            ("", ""),
+            (r#"{"a""#, "a"),
+            (r#""c":"#, r#"a.b\"}[0].c"#),
+            (r#""x,{"#, r#"a.b\"}[0].c"#),
+            (r#"{"d":[1,"#, r#"a.b\"}[1].d[1]"#),
+            ("[1,2]}", r#"a.b\"}[1]"#),
+            (r#""e":null"#, "a.e"),
+            (r#""f":"#, "f"),
+        ] {
+            let length = json.find(before).unwrap() + before.len();
+            assert_eq!(path_at(json, length), path, "{before}");
+        }
+        assert_eq!(path_at(json, usize::MAX), "f");
+    }
+
+    #[test]
+    fn lost_fields_are_named_without_what_is_in_them() {
+        let before = json!({"a": {"b": {"c": 1}}, "d": [{"e": 1}, {"f": {"g": 1}}], "h": null});
+        let after = json!({"a": {}, "d": [{"e": 2}, {}], "i": 1});
+        assert_eq!(lost(&before, &after, nth_item), ["a.b", "d[1].f"]);
+        assert_eq!(lost(&before, &after, any_item), ["a.b", "d[].f"]);
+        let reordered = json!({"a": {"b": {"c": 1}}, "d": [{"f": {"g": 1}}, {"e": 1}]});
+        assert_eq!(lost(&before, &reordered, any_item), [""; 0]);
     }
 }

@@ -5,19 +5,17 @@ use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::core::DynamicObject;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Deserializer, Serialize};
-use serde_yaml_ng::{Error, Value};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
-use super::convert::ConvertError;
 use super::resources::{self, resource};
-use crate::fields::with_unknown_fields;
+use crate::fields::{lost, nth_item, path_at};
 use crate::index::object::{Kind, Object};
 
 /// An error in a file, with its position.
 #[derive(Debug, PartialEq, thiserror::Error)]
 pub enum ManifestError {
-    /// The text does not parse, or a field has the wrong type. The reason may contain the path of
-    /// the field.
+    /// The text does not parse.
     #[error("line {line} column {column}: {reason}")]
     At {
         /// The line, from 1.
@@ -27,7 +25,8 @@ pub enum ManifestError {
         /// The error of the parser.
         reason: String,
     },
-    /// An object is invalid, or the parser does not report the position.
+    /// An object is invalid, or the parser does not report the position. The reason contains the path
+    /// of a field that has the wrong type.
     #[error("document {document}: {reason}")]
     In {
         /// The number of the document, from 1.
@@ -35,19 +34,6 @@ pub enum ManifestError {
         /// The reason.
         reason: String,
     },
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default, rename_all = "camelCase")]
-struct TypeMeta {
-    api_version: String,
-    kind: String,
-}
-
-#[derive(Deserialize)]
-struct List {
-    #[serde(default)]
-    items: Vec<Value>,
 }
 
 /// The content of a text.
@@ -62,129 +48,116 @@ pub struct Parsed {
 /// Parses a text. Identities are in the trust domain.
 pub fn parse(text: &str, trust_domain: &str) -> Result<Parsed, ManifestError> {
     let mut parsed = Parsed::default();
-    // Each document is parsed twice, first for its kind, so that errors of the second pass have a
-    // line.
-    let documents = || serde_yaml_ng::Deserializer::from_str(text);
-    for (position, (first, second)) in documents().zip(documents()).enumerate() {
-        let document = position + 1;
-        let within = |reason| ManifestError::In { document, reason };
-        let at = |error: Error| match error.location() {
+    for (position, document) in serde_yaml_ng::Deserializer::from_str(text).enumerate() {
+        let document_number = position + 1;
+        let within = |reason| ManifestError::In {
+            document: document_number,
+            reason,
+        };
+        let object = Value::deserialize(document).map_err(|error| match error.location() {
             None => within(error.to_string()),
             Some(location) => ManifestError::At {
                 line: location.line().min(text.lines().count().max(1)),
                 column: location.column(),
                 reason: without_position(&error),
             },
-        };
+        })?;
         // A document with comments only is null.
-        let Some(meta) = Option::<TypeMeta>::deserialize(first).map_err(at)? else {
+        if object.is_null() {
             continue;
-        };
-        if meta.kind.is_empty() {
+        }
+        let (version, kind) = (text_of(&object, "apiVersion"), text_of(&object, "kind"));
+        let Some(kind) = kind.filter(|kind| !kind.is_empty()) else {
             let reason = "it has no kind; every object needs apiVersion and kind";
             return Err(within(reason.to_owned()));
-        }
-        if meta.api_version == "v1" && meta.kind.ends_with("List") {
-            let list = List::deserialize(second).map_err(at)?;
-            for (position, item) in list.items.into_iter().enumerate() {
-                let added = parsed.add_item(item, &meta.kind, trust_domain);
-                added.map_err(|reason| within(format!("items[{position}]: {reason}")))?;
+        };
+        match kind.strip_suffix("List") {
+            Some(kind) if version == Some("v1") => {
+                let items = object["items"].as_array().into_iter().flatten();
+                for (position, item) in items.enumerate() {
+                    // The items of a `PodList` need no kind; a `List` has items of any kind.
+                    let version = text_of(item, "apiVersion").unwrap_or("v1");
+                    let kind = text_of(item, "kind").unwrap_or(kind);
+                    let added = parsed.add(version, kind, item, trust_domain);
+                    added.map_err(|reason| within(format!("items[{position}]: {reason}")))?;
+                }
             }
-        } else {
-            let added = parsed.add(&meta, second, trust_domain);
-            added.map_err(|error| match error {
-                Invalid::Parse(error) => at(error),
-                Invalid::Convert(reason) => within(format!("{}: {reason}", meta.kind)),
-            })?;
+            _ => {
+                let added = parsed.add(version.unwrap_or_default(), kind, &object, trust_domain);
+                added.map_err(within)?;
+            }
         }
     }
     Ok(parsed)
 }
 
-enum Invalid {
-    Parse(Error),
-    Convert(ConvertError),
+fn text_of<'a>(object: &'a Value, field: &str) -> Option<&'a str> {
+    object.get(field)?.as_str()
 }
 
 impl Parsed {
-    /// Adds an item. The items of a `PodList` need no kind; a `List` has items of any kind.
-    fn add_item(&mut self, item: Value, list: &str, trust_domain: &str) -> Result<(), String> {
-        let text = |field: &str| item.get(field).and_then(Value::as_str).map(str::to_owned);
-        let kind = list.strip_suffix("List").unwrap_or_default();
-        let meta = TypeMeta {
-            api_version: text("apiVersion").unwrap_or_else(|| "v1".to_owned()),
-            kind: text("kind").unwrap_or_else(|| kind.to_owned()),
-        };
-        let added = self.add(&meta, item, trust_domain);
-        added.map_err(|error| match error {
-            Invalid::Parse(error) => format!("{}: {error}", meta.kind),
-            Invalid::Convert(reason) => format!("{}: {reason}", meta.kind),
-        })
-    }
-
-    /// Adds an object, unless its kind is not part of the catalog.
-    fn add<'a>(
+    /// Adds an object, unless its kind is not part of the catalog. The catalog reads its JSON as it
+    /// reads a response of the API server.
+    fn add(
         &mut self,
-        meta: &TypeMeta,
-        document: impl Deserializer<'a, Error = Error>,
+        api_version: &str,
+        kind_name: &str,
+        object: &Value,
         trust_domain: &str,
-    ) -> Result<(), Invalid> {
-        let version = meta.api_version.rsplit_once('/');
-        let (group, version) = version.unwrap_or(("", &meta.api_version));
+    ) -> Result<(), String> {
+        let version = api_version.rsplit_once('/');
+        let (group, version) = version.unwrap_or(("", api_version));
         let mut kinds = Kind::ALL.into_iter();
         let kind = kinds.find(|kind| {
             let is_version = version == "v1" || kind.is_custom();
-            kind.name() == meta.kind && resource(*kind).group == group && is_version
+            kind.name() == kind_name && resource(*kind).group == group && is_version
         });
         let Some(kind) = kind else {
             return Ok(());
         };
-        let (json, mut fields) = match kind {
-            Kind::Service => complete::<Service, _>(document, |_| vec![]),
-            Kind::Slice => complete::<EndpointSlice, _>(document, |_| vec![]),
-            Kind::Pod => complete::<Pod, _>(document, |_| vec![]),
-            Kind::Node => complete::<Node, _>(document, |_| vec![]),
-            _ => complete::<DynamicObject, _>(document, |object| {
-                resources::unknown_fields(kind, object)
+        let json = object.to_string();
+        let unknown = match kind {
+            Kind::Service => unknown_fields::<Service>(object, &json),
+            Kind::Slice => unknown_fields::<EndpointSlice>(object, &json),
+            Kind::Pod => unknown_fields::<Pod>(object, &json),
+            Kind::Node => unknown_fields::<Node>(object, &json),
+            _ => unknown_fields::<DynamicObject>(object, &json).map(|mut unknown| {
+                unknown.extend(resources::unknown_fields(kind, object));
+                unknown
             }),
-        }?;
+        };
+        let mut unknown = unknown.map_err(|reason| format!("{kind_name}: {reason}"))?;
         // The cluster that an object is from may have a later release, with other fields in the
         // status.
-        fields.retain(|field| {
-            let section = field.split('.').next();
-            !matches!(section, Some("apiVersion" | "kind" | "status"))
-        });
-        let object = resources::read(kind, &json, trust_domain).map_err(Invalid::Convert)?;
-        let unknown = |field| {
+        unknown.retain(|field| field.split('.').next() != Some("status"));
+        let read = resources::read(kind, &json, trust_domain);
+        let object = read.map_err(|error| format!("{kind_name}: {error}"))?;
+        let describe = |field| {
             let (kind, key) = (object.kind(), object.key());
             format!("{kind} {key}: unknown field {field:?}")
         };
-        self.unknown_fields.extend(fields.into_iter().map(unknown));
+        self.unknown_fields
+            .extend(unknown.into_iter().map(describe));
         self.objects.push(object);
         Ok(())
     }
 }
 
-/// The JSON text of an object of a complete type, and the paths of the fields that the type does not
-/// have. The catalog reads the text as it reads a response of the API server.
-fn complete<'a, T, D>(
-    document: D,
-    unknown_fields: impl FnOnce(&T) -> Vec<String>,
-) -> Result<(String, Vec<String>), Invalid>
+/// The paths of the fields that the complete type of an object does not have.
+fn unknown_fields<T>(object: &Value, json: &str) -> Result<Vec<String>, String>
 where
     T: DeserializeOwned + Serialize,
-    D: Deserializer<'a, Error = Error>,
 {
-    let (object, mut unknown) = with_unknown_fields::<T, _>(document);
-    let object = object.map_err(|(_, error)| Invalid::Parse(error))?;
-    unknown.extend(unknown_fields(&object));
-    let json = serde_json::to_string(&object);
-    let json = json.map_err(|error| Invalid::Convert(ConvertError(error.to_string())))?;
-    Ok((json, unknown))
+    let read: T = serde_json::from_str(json).map_err(|error| {
+        let path = path_at(json, error.column());
+        format!("{path}: {}", without_position(&error))
+    })?;
+    let known = serde_json::to_value(&read).map_err(|error| error.to_string())?;
+    Ok(lost(object, &known, nth_item))
 }
 
 /// The message of an error. The parser appends the position to some.
-fn without_position(error: &Error) -> String {
+fn without_position(error: &impl ToString) -> String {
     let message = error.to_string();
     let reason = message.split(" at line ").next();
     reason.unwrap_or(&message).to_owned()
@@ -243,14 +216,12 @@ mod tests {
     }
 
     #[test]
-    fn reports_line_and_path_of_a_field_with_the_wrong_type() {
+    fn reports_document_and_path_of_a_field_with_the_wrong_type() {
         let text = "apiVersion: v1\nkind: Service\nmetadata:\n  name: web\nspec:\n  ports:\n  - port: eighty\n";
-        let error = parse(text, "cluster.local").unwrap_err();
-        assert!(
-            matches!(error, ManifestError::At { line: 7, .. }),
-            "{error}"
+        assert_eq!(
+            parse(text, "cluster.local").unwrap_err().to_string(),
+            "document 1: Service: spec.ports[0].port: invalid type: string \"eighty\", expected i32"
         );
-        assert!(error.to_string().contains("spec.ports[0].port"), "{error}");
     }
 
     #[test]
