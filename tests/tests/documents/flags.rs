@@ -169,7 +169,7 @@ fn row(argument: &Arg) -> Row {
         .map(|name| format!("`{}`", name.to_string_lossy()));
     Row {
         flag,
-        name,
+        name: cell(&name),
         environment: environment.unwrap_or_default(),
         default: cell(&default),
         description: cell(&help),
