@@ -49,6 +49,8 @@ const COMMON_VARIABLES: [&str; 3] = ["PATH", "NO_COLOR", "XDG_RUNTIME_DIR"];
 const TEXT_EXTENSIONS: [&str; 8] = [
     ".rs", ".md", ".toml", ".yaml", ".yml", ".proto", ".svg", ".sh",
 ];
+/// Pronouns in place of nouns in the documents. Lower it as they become fewer.
+const MAX_PRONOUNS: usize = 95;
 /// List of banned words with their replacements.
 const BANNED_WORDS: &str = "tests/banned-words.txt";
 /// Top-level entries that are not yet checked for banned words. Remove each as soon as it passes.
@@ -162,13 +164,52 @@ fn folders_of_the_proxy_import_only_from_later_ones() {
 
 #[test]
 fn pages_for_newcomers_are_short() {
-    for (page, max_lines) in [("README.md", 150), ("ARCHITECTURE.md", 350)] {
+    for (page, max_lines) in [("README.md", 130), ("ARCHITECTURE.md", 350)] {
         let lines = read(Path::new(page)).lines().count();
         assert!(
             lines <= max_lines,
             "{page}: {lines} lines, expected at most {max_lines}"
         );
     }
+}
+
+#[test]
+fn pages_of_the_reference_are_short() {
+    let pages = files_with_extension("docs/reference", "md");
+    let long = pages.iter().filter_map(|page| {
+        let lines = read(page).lines().count();
+        (lines > 500).then(|| format!("{}: {lines} lines", page.display()))
+    });
+    assert_none("pages of the reference with over 500 lines", long);
+}
+
+/// A noun is repeated instead, and stands at the beginning of a sentence.
+#[test]
+fn documents_have_few_pronouns_in_place_of_nouns() {
+    const PATTERNS: [&str; 7] = [
+        " that of ",
+        " those of ",
+        " what of ",
+        ". Of ",
+        ". What ",
+        ". Whoever ",
+        ". None ",
+    ];
+    let documents = files_with_extension("", "md");
+    let found: usize = documents
+        .iter()
+        .map(|document| {
+            let text = read(document);
+            let words: Vec<_> = text.split_whitespace().collect();
+            let text = words.join(" ");
+            let count = |pattern: &&str| text.matches(pattern).count();
+            PATTERNS.iter().map(count).sum::<usize>()
+        })
+        .sum();
+    assert!(
+        found <= MAX_PRONOUNS,
+        "{found} of {PATTERNS:?} in the documents, expected at most {MAX_PRONOUNS}"
+    );
 }
 
 #[test]

@@ -1,135 +1,117 @@
-//! The tables of flags in docs/reference.md are generated from the definitions of the flags.
+//! The tables of flags in docs/reference are generated from the definitions of the flags.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use clap::{Arg, Command, CommandFactory};
 
 use super::generated::assert_generated;
 
-/// The command with the flags that most commands have. Their tables refer to it.
-const COMMON: &str = "mesh identity";
-const COLUMNS: usize = 100;
-
 /// The row of a flag or an argument.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Row {
-    /// With its value.
-    name: String,
     /// None: an argument.
     flag: Option<String>,
+    /// With its value.
+    name: String,
     environment: String,
     default: String,
     description: String,
 }
 
 #[test]
-fn reference_has_the_flags_of_each_command() {
-    let commands = commands();
-    let common = rows(&commands[COMMON]).into_iter().collect();
-    let texts = commands.iter().map(|(name, command)| {
-        let text = match name.as_str() {
-            COMMON => text(command, &BTreeSet::new()),
-            _ => text(command, &common),
-        };
-        (name.clone(), text)
+fn reference_has_the_flags_of_each_program() {
+    let programs = programs();
+    let texts = programs.iter().map(|(name, command)| {
+        let text = program(&rows(command));
+        ((*name).to_owned(), text)
     });
-    assert_generated("docs/reference.md", "flags", &texts.collect());
+    assert_generated("docs/reference/programs.md", "flags", &texts.collect());
 }
 
-/// The programs and commands with flags.
-fn commands() -> BTreeMap<String, Command> {
-    let mut commands = BTreeMap::from([
+#[test]
+fn reference_has_the_flags_of_each_command() {
+    let mut commands = BTreeMap::new();
+    let command = diy_mesh::commands::command();
+    for below in command.get_subcommands() {
+        add(below.get_name().to_owned(), below, &mut commands);
+    }
+    let texts = BTreeMap::from([("mesh".to_owned(), command_line(&commands))]);
+    assert_generated("docs/reference/mesh.md", "flags", &texts);
+}
+
+fn programs() -> BTreeMap<&'static str, Command> {
+    BTreeMap::from([
+        ("proxy", diy_mesh_proxy::config::Config::command()),
+        ("proxy-init", diy_mesh_proxy_init::config::Config::command()),
+        ("controller", diy_mesh_controller::Config::command()),
+        ("injector", diy_mesh_injector::Flags::command()),
         (
-            "proxy".to_owned(),
-            diy_mesh_proxy::config::Config::command(),
-        ),
-        (
-            "proxy-init".to_owned(),
-            diy_mesh_proxy_init::config::Config::command(),
-        ),
-        (
-            "controller".to_owned(),
-            diy_mesh_controller::Config::command(),
-        ),
-        ("injector".to_owned(), diy_mesh_injector::Flags::command()),
-        (
-            "http-server".to_owned(),
+            "http-server",
             diy_mesh_sample_apps::config::ServerConfig::command(),
         ),
         (
-            "http-client".to_owned(),
+            "http-client",
             diy_mesh_sample_apps::config::ClientConfig::command(),
         ),
-    ]);
-    add(
-        "mesh".to_owned(),
-        diy_mesh::commands::command(),
-        &mut commands,
-    );
-    commands
+    ])
 }
 
 /// Adds a command and those below it.
-fn add(name: String, command: Command, to: &mut BTreeMap<String, Command>) {
+fn add<'a>(name: String, command: &'a Command, to: &mut BTreeMap<String, &'a Command>) {
     for below in command.get_subcommands() {
-        add(format!("{name} {}", below.get_name()), below.clone(), to);
+        add(format!("{name} {}", below.get_name()), below, to);
     }
-    if !rows(&command).is_empty() || command.has_subcommands() {
-        to.insert(name, command);
-    }
+    to.insert(name, command);
 }
 
-/// The commands below a command, the table of its flags, and its exit codes.
-fn text(command: &Command, common: &BTreeSet<Row>) -> String {
-    let mut text = String::new();
-    let below: Vec<_> = command.get_subcommands().collect();
-    if !below.is_empty() {
-        text += "\n| command | description |\n|---|---|\n";
+/// The table of a program's flags.
+fn program(rows: &[Row]) -> String {
+    let has_environment = rows.iter().any(|row| !row.environment.is_empty());
+    let line =
+        |name: &str, environment: &str, default: &str, description: &str| match has_environment {
+            true => table_row(&[name, environment, default, description]),
+            false => table_row(&[name, default, description]),
+        };
+    let mut text = line("flag", "environment", "default", "description");
+    text += &line("---", "---", "---", "---").replace(' ', "");
+    for row in rows {
+        text += &line(&row.name, &row.environment, &row.default, &row.description);
     }
-    for one in below {
-        let about = one.get_about().map(ToString::to_string).unwrap_or_default();
-        text += &format!("| `{}` | {} |\n", one.get_name(), cell(&about));
-    }
-    let (same, own): (Vec<_>, Vec<_>) = rows(command)
-        .into_iter()
-        .partition(|row| common.contains(row));
-    let has_environment = own.iter().any(|row| !row.environment.is_empty());
-    let line = |name: &str, environment: &str, default: &str, description: &str| {
-        let mut cells = vec![name, environment, default, description];
-        if !has_environment {
-            cells.remove(1);
+    text
+}
+
+/// The commands with their exit codes, and each flag with the commands that have it.
+fn command_line(commands: &BTreeMap<String, &Command>) -> String {
+    let mut text = "| command | description | exit codes |\n|---|---|---|\n".to_owned();
+    let mut flags: BTreeMap<Row, Vec<&str>> = BTreeMap::new();
+    for (name, command) in commands {
+        let about = command.get_about().map(ToString::to_string);
+        let about = cell(&about.unwrap_or_default());
+        text += &table_row(&[&format!("`{name}`"), &about, &exit_codes(command)]);
+        for row in rows(command) {
+            flags.entry(row).or_default().push(name);
         }
-        format!("| {} |\n", cells.join(" | ")).replace("|  |", "| |")
-    };
-    if !own.is_empty() || !same.is_empty() {
-        text += "\n";
-        text += &line("flag", "environment", "default", "description");
-        text += &line("---", "---", "---", "---").replace(' ', "");
     }
-    for row in own {
-        let environment = &row.environment;
-        text += &line(&row.name, environment, &row.default, &row.description);
+    text += "\n| flag | commands | default | description |\n|---|---|---|---|\n";
+    for (row, commands) in flags {
+        let names = format!("`{}`", commands.join("`, `"));
+        text += &table_row(&[&row.name, &names, &row.default, &row.description]);
     }
-    if !same.is_empty() {
-        let names: Vec<_> = same
-            .iter()
-            .filter_map(|row| Some(format!("`{}`", row.flag.as_ref()?)))
-            .collect();
-        let anchor = COMMON.replace(' ', "-");
-        let description = format!("as for [`{COMMON}`](#{anchor})");
-        text += &line(&names.join(", "), "", "", &description);
-    }
-    let help = command
-        .get_after_help()
-        .map(ToString::to_string)
-        .unwrap_or_default();
-    if let Some(codes) = help
+    text
+}
+
+/// The exit codes in the help of a command.
+fn exit_codes(command: &Command) -> String {
+    let help = command.get_after_help().map(ToString::to_string);
+    let help = help.unwrap_or_default();
+    let codes = help
         .split("\n\n")
-        .find(|one| one.starts_with("Exit codes:"))
-    {
-        text += &format!("\n{}", filled(codes));
-    }
-    text + "\n"
+        .find_map(|part| part.strip_prefix("Exit codes:"));
+    cell(codes.unwrap_or_default().trim().trim_end_matches('.'))
+}
+
+fn table_row(cells: &[&str]) -> String {
+    format!("| {} |\n", cells.join(" | ")).replace("|  |", "| |")
 }
 
 fn rows(command: &Command) -> Vec<Row> {
@@ -186,8 +168,8 @@ fn row(argument: &Arg) -> Row {
         .get_env()
         .map(|name| format!("`{}`", name.to_string_lossy()));
     Row {
-        name,
         flag,
+        name: cell(&name),
         environment: environment.unwrap_or_default(),
         default: cell(&default),
         description: cell(&help),
@@ -196,21 +178,4 @@ fn row(argument: &Arg) -> Row {
 
 fn cell(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
-}
-
-/// A paragraph in lines.
-fn filled(text: &str) -> String {
-    let mut filled = String::new();
-    let mut width = 0;
-    for word in text.split_whitespace() {
-        width += 1 + word.len();
-        if width > COLUMNS {
-            filled += "\n";
-            width = word.len();
-        } else if !filled.is_empty() {
-            filled += " ";
-        }
-        filled += word;
-    }
-    filled + "\n"
 }

@@ -209,7 +209,7 @@ fn documented_annotations_exist() {
 
 #[test]
 fn reference_has_the_row_of_each_setting() {
-    let reference = read(Path::new("docs/reference.md"));
+    let reference = read(Path::new("docs/reference/annotations.md"));
     let rows = |from: &str, to: &str| -> Vec<&str> {
         let lines = reference.lines().skip_while(|line| !line.starts_with(from));
         lines.take_while(|line| !line.starts_with(to)).collect()
@@ -218,7 +218,8 @@ fn reference_has_the_row_of_each_setting() {
         .iter()
         .map(|one| {
             let (annotation, values, description) = (one.annotation, one.values, one.description);
-            format!("| `{annotation}` | {values} | {description} |")
+            let row = format!("| `{annotation}` | {values} | {description} |");
+            with_links_of("docs/reference/annotations.md", &row)
         })
         .collect();
     let documented = rows(
@@ -227,13 +228,13 @@ fn reference_has_the_row_of_each_setting() {
     );
     assert_eq!(
         documented, settings,
-        "docs/reference.md and injector/src/settings.rs differ"
+        "docs/reference/annotations.md and injector/src/settings.rs differ"
     );
 }
 
 #[test]
 fn reference_has_the_row_of_each_error_code() {
-    let reference = read(Path::new("docs/reference.md"));
+    let reference = read(Path::new("docs/reference/http.md"));
     let table = reference
         .split("| `x-mesh-error` |")
         .nth(1)
@@ -248,12 +249,13 @@ fn reference_has_the_row_of_each_error_code() {
             .map(|grpc| format!("{} {}", grpc as u8, grpc.name()));
         let [status, grpc] = [status, grpc].map(|column| column.unwrap_or("its own".to_owned()));
         let (label, meaning, check) = (code.label(), code.meaning(), code.check());
-        format!("| `{label}` | {status} | {grpc} | {meaning} | {check} |")
+        let row = format!("| `{label}` | {status} | {grpc} | {meaning} | {check} |");
+        with_links_of("docs/reference/http.md", &row)
     });
     let documented: Vec<&str> = table.lines().skip(2).collect();
     assert_eq!(
         documented, rows,
-        "docs/reference.md and model/src/code.rs differ"
+        "docs/reference/http.md and model/src/code.rs differ"
     );
 }
 
@@ -272,9 +274,10 @@ fn security_promises_name_existing_tests() {
 
 #[test]
 fn kubernetes_fields_name_existing_tests() {
-    let section = ("## Kubernetes fields", "### Fields without effect");
-    let tests = tests_named_in("docs/reference.md", section.0, section.1, "field");
-    assert!(tests > 20, "cannot parse docs/reference.md: {tests} tests");
+    let document = "docs/reference/kubernetes.md";
+    let end = "### Fields without effect";
+    let tests = tests_named_in(document, "## Kubernetes fields", end, "field");
+    assert!(tests > 20, "cannot parse {document}: {tests} tests");
 }
 
 /// The cases of the drills are the rows of the table of faults.
@@ -350,6 +353,34 @@ fn tests_named_in(document: &str, from: &str, to: &str, header: &str) -> usize {
     }
     assert_none("tests that the document names do not exist", missing);
     tests
+}
+
+/// A text of the code in a page of the reference. Its links are anchors of any page, or documents
+/// beside the reference.
+fn with_links_of(page: &str, text: &str) -> String {
+    let mut parts = text.split("](");
+    let mut linked = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        linked += "](";
+        match part.split(')').next().and_then(|to| to.strip_prefix('#')) {
+            Some(anchor) if headings(&read(Path::new(page))).contains(anchor) => {}
+            Some(anchor) => linked += &page_with(anchor),
+            None => linked += "../",
+        }
+        linked += part;
+    }
+    linked
+}
+
+/// The name of the reference's page with a heading.
+fn page_with(anchor: &str) -> String {
+    let pages = files_with_extension("docs/reference", "md");
+    let mut found = pages
+        .iter()
+        .filter(|page| headings(&read(page)).contains(anchor));
+    let page = found.next().and_then(|page| page.file_name());
+    let page = page.unwrap_or_else(|| panic!("the reference has no heading of #{anchor}"));
+    page.to_string_lossy().into_owned()
 }
 
 /// Anchors of a document's headings in GitHub's format.

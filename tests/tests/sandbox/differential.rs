@@ -49,7 +49,7 @@ spec:
 /// The first word of the second column of the table of changed fields, with each name in the first
 /// one: `PART:NAME,...`.
 pub fn changed_fields() -> String {
-    let reference = read(&root().join("docs/reference.md"));
+    let reference = read(&root().join("docs/reference/http.md"));
     let (_, table) = reference
         .split_once("| field | messages | change |\n")
         .unwrap();
