@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous release release-test tools
+.PHONY: help demo test test-all test-slow check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous release release-test tools
 
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
@@ -42,15 +42,22 @@ demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--fo
 	@cargo build --bins $(PROGRAMS:%=-p %)
 	@$(TARGET_DIR)/debug/mesh demo $(ARGS)
 
-test: MORE := curl:curl ip:iproute2 iptables-restore:iptables openssl:openssl nft:nftables c++:g++ promtool:prometheus chromium:chromium
-test: tools ## run all tests that need no cluster; tests in namespaces need root (QUOTA=25: with this percentage of the CPU; TESTS='--test sandbox')
+test: tools ## run the tests of all crates, and a sandbox test of each feature; tests that lack a program or root are skipped, and counted
+	@cargo build --bins $(PROGRAMS:%=-p %)
+	@SANDBOX_TESTS='$(FEATURES)' .ci/totals cargo test $(RUNNER) --workspace --exclude diy-mesh-bench --exclude diy-mesh-proxy-fuzz --lib $(addprefix --test ,$(COMPONENT_TESTS) tidy documents sandbox) --no-fail-fast
+
+test-all: MORE := curl:curl ip:iproute2 iptables-restore:iptables openssl:openssl nft:nftables c++:g++ promtool:prometheus chromium:chromium
+test-all: tools ## run all tests that need no cluster; tests in namespaces need root (QUOTA=25: with this percentage of the CPU; TESTS='--test sandbox')
 	@cargo build --workspace --bins
-	@.ci/totals cargo test --config 'target."cfg(unix)".runner=[$(QUOTA:%="$(CURDIR)/.ci/quota","%",)"$(CURDIR)/.ci/test-program"]' $(or $(TESTS),--workspace) --no-fail-fast
+	@.ci/totals cargo test $(RUNNER) $(or $(TESTS),--workspace) --no-fail-fast
 
 test-slow: ## run the tests of components, memory and sandboxes with a quarter of the CPU, as root
-	@$(MAKE) test QUOTA=25 TESTS='--workspace $(COMPONENT_TESTS:%=--test %) --test memory --test sandbox'
+	@$(MAKE) test-all QUOTA=25 TESTS='--workspace $(COMPONENT_TESTS:%=--test %) --test memory --test sandbox'
 
+RUNNER = --config 'target."cfg(unix)".runner=[$(QUOTA:%="$(CURDIR)/.ci/quota","%",)"$(CURDIR)/.ci/test-program"]'
 COMPONENT_TESTS := $(basename $(notdir $(wildcard $(foreach component,proxy controller injector proxy-init sample-apps,$(component)/tests/*.rs))))
+# make test: modules of the sandbox tests. The others repeat, measure, or need further programs.
+FEATURES := authorization basics commands connections exceptions identity policies probes resilience routes smi strict traffic walkthrough
 
 check: MORE := c++:g++
 check: tools ## check format, lints, documentation, licences, manifests
@@ -138,7 +145,7 @@ images: ## build all images with the Dockerfile (DOCKER_BUILD='docker build')
 	@for app in $(APPS); do echo "image diy-sm-$$app:$(TAG)"; $(DOCKER_BUILD) -t "diy-sm-$$app:$(TAG)" --target "$$app" .; done
 	@$(DOCKER_BUILD) -t "diy-sm-proxy-init:$(TAG)-iptables" --target proxy-init-iptables .
 
-dev-images: tools ## build all images from the programs of make test, faster than images (IMAGE=PROGRAM)
+dev-images: tools ## build all images from the programs of make test-all, faster than images (IMAGE=PROGRAM)
 	@[[ -n "$(IMAGE)" ]] || { echo "dev-images: IMAGE is not set. Run: make dev-images IMAGE=PROGRAM, which is called as PROGRAM NAME:TAG FILE[=PATH]..." >&2; exit 2; }
 	@cargo build --workspace --bins # a smaller selection has other features and compiles most crates again
 	@for app in $(APPS); do $(IMAGE) "diy-sm-$$app:$(TAG)" "$(TARGET_DIR)/debug/$$app"; done

@@ -10,9 +10,10 @@ use std::process::Command;
 
 use diy_mesh_proxy_init::nftables;
 use diy_mesh_proxy_init::rules::{Chain, Condition, Packets, Rule, Verdict};
-use diy_mesh_testkit::is_root;
 use nix::sys::socket::{setsockopt, sockopt::BindToDevice};
-use support::{Namespace, PROXY_INIT, backend_programs, programs, receive, script, text};
+use support::{
+    Namespace, PROXY_INIT, backend_programs, has_means, programs, receive, script, text,
+};
 
 const FLAGS: [&str; 8] = [
     "--inbound-port",
@@ -37,7 +38,7 @@ const LIST_TABLE: &str = "nft -y list table inet diy-service-mesh";
 
 #[test]
 fn loads_golden_rules_and_is_idempotent() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     for name in IPTABLES {
@@ -65,7 +66,7 @@ fn loads_golden_rules_and_is_idempotent() {
 
 #[test]
 fn replaces_own_rules_and_keeps_foreign_rules() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     for name in IPTABLES {
@@ -121,7 +122,7 @@ fn replaces_own_rules_and_keeps_foreign_rules() {
 
 #[test]
 fn loads_golden_table_and_is_idempotent() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let resolv_conf = "nameserver 10.96.0.10\nnameserver fd00::a\nnameserver 10.96.0.11\n";
@@ -140,7 +141,7 @@ fn loads_golden_table_and_is_idempotent() {
 
 #[test]
 fn replaces_own_table_and_keeps_foreign_rules() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let (pod, peer) = pod_and_peer();
@@ -177,7 +178,7 @@ fn replaces_own_table_and_keeps_foreign_rules() {
 
 #[test]
 fn names_rejected_rule_and_keeps_the_table() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let namespace = Namespace::new();
@@ -204,7 +205,7 @@ fn names_rejected_rule_and_keeps_the_table() {
 
 #[test]
 fn sets_a_table_with_net_admin_only() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     for (capabilities, expected) in [
@@ -233,7 +234,7 @@ fn sets_a_table_with_net_admin_only() {
 
 #[test]
 fn skips_twenty_thousand_ports() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let list: Vec<_> = (1..20_000).map(|n| (n * 2).to_string()).collect();
@@ -247,7 +248,7 @@ fn skips_twenty_thousand_ports() {
 
 #[test]
 fn redirects_tcp_connections() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     for name in BACKENDS {
@@ -328,7 +329,7 @@ fn redirects_tcp_connections() {
 
 #[test]
 fn does_not_redirect_udp() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     for name in BACKENDS {
@@ -351,7 +352,7 @@ fn does_not_redirect_udp() {
 
 #[test]
 fn restricts_udp_by_golden_rules_and_removes_them_again() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let resolv_conf = "nameserver 10.96.0.10\nnameserver fd00::a\nnameserver 10.96.0.11\n";
@@ -396,7 +397,7 @@ fn restricts_udp_by_golden_rules_and_removes_them_again() {
 
 #[test]
 fn udp_reaches_only_resolvers_clients_and_the_pod_itself() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     for name in BACKENDS {
@@ -471,7 +472,7 @@ fn udp_reaches_only_resolvers_clients_and_the_pod_itself() {
 
 #[test]
 fn invalid_resolv_conf_fails_and_changes_nothing() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let (namespace, programs) = (Namespace::new(), programs(&[]));
@@ -489,7 +490,7 @@ fn invalid_resolv_conf_fails_and_changes_nothing() {
 
 #[test]
 fn skips_sixty_port_ranges() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let list: Vec<_> = (0..60)
@@ -525,7 +526,7 @@ fn skips_sixty_port_ranges() {
 
 #[test]
 fn finds_standalone_and_multi_call_programs() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let plain = [
@@ -560,7 +561,7 @@ fn finds_standalone_and_multi_call_programs() {
 
 #[test]
 fn falls_back_to_next_backend() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let (namespace, folder) = (Namespace::new(), backend_programs("legacy"));
@@ -580,7 +581,7 @@ fn falls_back_to_next_backend() {
 
 #[test]
 fn names_rejected_rule_and_changes_nothing() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     // A user namespace with root as its only user: the kernel rejects owner rules for unmapped
@@ -626,7 +627,7 @@ fn names_rejected_rule_and_changes_nothing() {
 
 #[test]
 fn works_with_read_only_root_and_two_capabilities() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     for name in IPTABLES {
@@ -662,7 +663,7 @@ fn works_with_read_only_root_and_two_capabilities() {
 
 #[test]
 fn succeeds_without_ip6tables_and_ipv6_address() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let links = ["iptables-nft-save", "iptables-nft-restore"].map(|name| (name, name));
@@ -675,7 +676,7 @@ fn succeeds_without_ip6tables_and_ipv6_address() {
 
 #[test]
 fn fails_without_ip6tables_if_pod_has_ipv6_address() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let links = ["iptables-nft-save", "iptables-nft-restore"].map(|name| (name, name));
@@ -693,7 +694,7 @@ fn fails_without_ip6tables_if_pod_has_ipv6_address() {
 
 #[test]
 fn names_missing_iptables_programs() {
-    if !is_root() {
+    if !has_means() {
         return;
     }
     let output = Namespace::new().proxy_init(&with_backend("nft"), programs(&[]).path());

@@ -15,6 +15,7 @@ pub mod wait;
 
 use std::fmt::Display;
 use std::io::Write;
+use std::process::{Command, Stdio};
 
 /// Reports that a test is skipped because this machine lacks its means. Panics in CI, which must
 /// have them.
@@ -25,6 +26,16 @@ pub fn skip(reason: impl Display) {
     );
     // The test harness captures the output of eprintln!, but not this.
     let _ = writeln!(std::io::stderr(), "skipped: {reason}");
+}
+
+/// Whether a program is installed. [`skip`]s the test if it is not.
+pub fn has_program(name: &str) -> bool {
+    let mut program = Command::new(name);
+    let output = program.arg("--version").stdin(Stdio::null()).output();
+    if output.is_err() {
+        skip(format_args!("requires {name}"));
+    }
+    output.is_ok()
 }
 
 /// Whether this process runs as root. [`skip`]s the test if it does not.

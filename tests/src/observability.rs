@@ -3,22 +3,11 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::process::Command;
 
 use diy_mesh_sandbox::manifest::parse;
-use diy_mesh_testkit::skip;
 use serde_json::Value;
 
 use crate::repository::read;
-
-/// Whether a program is installed. In CI, it must be.
-pub fn has_program(name: &str) -> bool {
-    let found = Command::new(name).arg("--version").output().is_ok();
-    if !found {
-        skip(format!("{name} is missing"));
-    }
-    found
-}
 
 /// The objects of a file of `manifests/observability`.
 pub fn objects(file: &str) -> Vec<Value> {

@@ -1,4 +1,4 @@
-//! The scripts of `.ci`: the totals that `make test` prints after the output of cargo, and the record
+//! The scripts of `.ci`: the totals that `make test` and `make test-all` print after the output of cargo, and the record
 //! of `make e2e-all`.
 
 use std::fs::{self, Permissions};
@@ -13,6 +13,8 @@ test cart::adds ... FAILED
 test cart::removes ... ok
 test result: FAILED. 1 passed; 1 failed; 2 ignored; 0 measured; 0 filtered out
 \u{1b}[1m\u{1b}[92m     Running\u{1b}[0m tests/crash.rs (target/debug/deps/crash-0f0f)
+skipped: requires promtool
+test cart::prints ... skipped: requires root
      Running tests/prices.rs (/elsewhere/debug/deps/prices-34cd)
 test result: ok. 30 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out
 error: 2 targets failed:";
@@ -24,8 +26,8 @@ fn totals_count_all_programs_and_name_failures() {
     assert_eq!(
         String::from_utf8_lossy(&output.stdout),
         format!(
-            "{TWO_FAILURES}\n\ntests: 31 passed, 1 failed, 3 ignored; failed: shop_cart: cart::adds, \
-             crash (no result)\n"
+            "{TWO_FAILURES}\n\ntests: 31 passed, 1 failed, 3 ignored, 2 skipped; failed: shop_cart: \
+             cart::adds, crash (no result)\n"
         )
     );
 }
@@ -36,7 +38,7 @@ fn totals_of_passed_tests_name_none() {
     assert_eq!(output.status.code(), Some(0));
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(
-        text.ends_with("\ntests: 4 passed, 0 failed, 1 ignored\n"),
+        text.ends_with("\ntests: 4 passed, 0 failed, 1 ignored, 0 skipped\n"),
         "{text}"
     );
 }
@@ -47,7 +49,7 @@ fn totals_report_command_without_tests() {
     assert_eq!(output.status.code(), Some(101));
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(
-        text.ends_with("0 ignored; failed: the command, with exit code 101\n"),
+        text.ends_with("0 skipped; failed: the command, with exit code 101\n"),
         "{text}"
     );
 }

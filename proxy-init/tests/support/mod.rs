@@ -13,9 +13,16 @@ use std::process::{Command, Output};
 use std::sync::mpsc;
 
 use diy_mesh_testkit::wait::TEST_TIMEOUT;
+use diy_mesh_testkit::{has_program, is_root};
 use nix::sched::{CloneFlags, unshare};
 
 pub const PROXY_INIT: &str = env!("CARGO_BIN_EXE_proxy-init");
+
+/// Whether this machine has what these tests need. They are skipped if it does not.
+pub fn has_means() -> bool {
+    let programs = ["ip", "iptables-nft", "iptables-legacy"];
+    is_root() && programs.into_iter().all(has_program)
+}
 
 type Job = Box<dyn FnOnce() + Send>;
 

@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use diy_mesh_sandbox::manifest::parse;
-use diy_mesh_tests::observability::{has_program, metric_names, objects, recipes};
+use diy_mesh_testkit::has_program;
+use diy_mesh_tests::observability::{metric_names, objects, recipes};
 use diy_mesh_tests::repository::{assert_none, files_with_extension, read, root};
 use serde_json::{Value, json};
 

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use diy_mesh_sandbox::Sandbox;
 use diy_mesh_sandbox::protocol::PodView;
-use diy_mesh_tests::observability::{has_program, recipes};
+use diy_mesh_testkit::has_program;
+use diy_mesh_tests::observability::recipes;
 use diy_mesh_tests::routes::{binomial_bounds, canary, http_route, servers};
 use diy_mesh_tests::sandbox::{
     MESHED, READY_TIMEOUT, request_until, requests_to, run, shell, single_pod, with_mesh,

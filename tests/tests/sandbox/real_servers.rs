@@ -4,8 +4,8 @@
 use std::fs;
 use std::path::PathBuf;
 
+use diy_mesh_testkit::has_program;
 use diy_mesh_testkit::skip;
-use diy_mesh_tests::observability::has_program;
 use diy_mesh_tests::sandbox::{MESHED, run, shell, single_pod, with_mesh};
 
 /// The number of new connections in a burst.

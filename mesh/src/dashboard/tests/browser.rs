@@ -26,8 +26,6 @@ pub struct Browser {
 impl Browser {
     /// Starts it. The window has a size of 1280 x 800.
     pub async fn start() -> Self {
-        let found = Command::new("chromium").arg("--version").output().await;
-        found.expect("chromium is missing; install it, on Debian with `apt-get install chromium`");
         let profile = TempDir::new().expect("there is room");
         let mut command = Command::new("sh");
         command.args([

@@ -6,6 +6,7 @@ use base64::{Engine, prelude::BASE64_STANDARD};
 use tokio::net::TcpListener;
 
 use diy_mesh_proto::mesh::v1::traffic::Flow;
+use diy_mesh_testkit::has_program;
 
 use super::browser::Browser;
 use super::fixture::{Fake, HOSTILE};
@@ -35,6 +36,9 @@ const OVERLAPS: &str = "(() => {
 
 /// Runs a test with a browser beside a server, which it gets with the URL of the page.
 async fn with_page(source: Fake, test: impl AsyncFnOnce(&mut Browser, &str, &Server<Fake>)) {
+    if !has_program("chromium") {
+        return;
+    }
     let listener = TcpListener::bind(("127.0.0.1", 0)).await;
     let listener = listener.expect("a port is free");
     let port = listener.local_addr().expect("it is bound").port();
