@@ -60,7 +60,7 @@ COMPONENT_TESTS := $(basename $(notdir $(wildcard $(foreach component,proxy cont
 FEATURES := authorization basics commands connections exceptions identity policies probes resilience routes smi strict traffic walkthrough
 
 check: MORE := c++:g++
-check: tools ## check format, lints, documentation, licences, manifests
+check: tools ## check format, lints, documentation, licences, manifests, workflows
 	$(call say,formatting)
 	@cargo fmt --all --check
 	$(call say,Cargo.lock is up to date)
@@ -73,6 +73,8 @@ check: tools ## check format, lints, documentation, licences, manifests
 	@.ci/deny
 	$(call say,Kubernetes manifests)
 	@for folder in manifests/crds manifests manifests/sample-apps; do kubectl kustomize "$$folder" >/dev/null && echo "$$folder: valid"; done
+	$(call say,workflows)
+	@.ci/actionlint
 
 fuzz: MORE := c++:g++
 fuzz: tools ## fuzz the proxy's parsers with libFuzzer (TARGET=detect ARGS='-max_total_time=60', or INPUT=FILE)

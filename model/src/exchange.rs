@@ -2,6 +2,9 @@
 //! format, which docs/reference.md describes; the text is a rendering of it. Credentials are masked
 //! before a record is made.
 
+#[cfg(test)]
+mod tests;
+
 use std::net::SocketAddr;
 use std::time::Duration;
 

@@ -9,7 +9,6 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;
 
-use crate::repository::root;
 use crate::sandbox::programs;
 
 /// Time limit of an example in seconds.
@@ -28,9 +27,9 @@ pub struct Example {
 }
 
 impl Example {
-    /// Runs commands in place of those of the example, with bash in the root directory of the
-    /// repository and with its programs. Returns a description of the failure.
-    pub fn failure_of(&self, script: &str) -> Option<String> {
+    /// Runs commands in place of those of the example, with bash in a directory and with the programs
+    /// of the repository. Returns a description of the failure.
+    pub fn failure_of(&self, script: &str, directory: &Path) -> Option<String> {
         // The target directory may be elsewhere.
         let folder = programs();
         let script = script.replace("target/debug/", &format!("{}/", folder.display()));
@@ -40,7 +39,7 @@ impl Example {
         let output = Command::new("timeout")
             .args([TIMEOUT, "bash", "-euo", "pipefail", "-c", &script])
             .env("PATH", path_with(&folder))
-            .current_dir(root())
+            .current_dir(directory)
             .output();
         let output = output.unwrap_or_else(|error| panic!("{place}: cannot run bash: {error}"));
         let text = String::from_utf8_lossy(&output.stdout);

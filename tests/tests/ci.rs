@@ -1,12 +1,13 @@
-//! The scripts of `.ci`: the totals that `make test` and `make test-all` print after the output of cargo, and the record
-//! of `make e2e-all`.
+//! The scripts of `.ci`: the totals that `make test` prints after the output of cargo, the record of
+//! `make e2e-all`, and the hooks of `.ci/run`.
 
+use std::ffi::OsStr;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
-use diy_mesh_tests::repository::root;
+use diy_mesh_tests::repository::{files, root};
 
 const TWO_FAILURES: &str = "     Running unittests src/lib.rs (target/debug/deps/shop_cart-12ab)
 test cart::adds ... FAILED
@@ -142,8 +143,52 @@ fn changed_checkout_is_not_recorded() {
     assert_eq!(checkout.read("docs/reliability.md"), RECORD);
 }
 
-/// A repository with the scripts of `.ci`, and a program `make` that writes its arguments to the file
-/// `made`. Deleted on drop.
+#[test]
+fn run_uses_kind_and_docker_by_default() {
+    let checkout = Checkout::new("default-hooks", "true");
+    let output = checkout.run_script(".ci/run", &[]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let made = checkout.read("made");
+    let image = checkout.0.join(".ci/hooks/cluster/image");
+    let images = format!("\ndev-images IMAGE={}\n", image.display());
+    let created = made.find("\nkind create cluster --name diy-mesh-ci ");
+    assert!(created.is_some() && created < made.find(&images), "{made}");
+    assert!(
+        made.ends_with("\nkind delete cluster --name diy-mesh-ci\n"),
+        "{made}"
+    );
+
+    let output = checkout.run_script(image, &["a:dev", "programs/make"]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let made = checkout.read("made");
+    let steps = made.lines().rev().take(2).collect::<Vec<_>>();
+    assert_eq!(steps[0], "kind load docker-image --name diy-mesh-ci a:dev");
+    assert!(
+        steps[1].starts_with("docker build --quiet -t a:dev -f - "),
+        "{made}"
+    );
+}
+
+#[test]
+fn run_prefers_hooks_of_another_folder() {
+    let checkout = Checkout::new("other-hooks", "true");
+    for (hook, script) in [("up", "echo a.kubeconfig"), ("down", "echo down >> made")] {
+        let file = format!("other/cluster/{hook}");
+        checkout.write(&file, &format!("#!/bin/sh\n{script}\n"));
+    }
+    let other = checkout.0.join("other");
+    let script = "CI_HOOKS=\"$PWD/other\" exec .ci/run";
+    let output = checkout.run_script("sh", &["-c", script]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let made = checkout.read("made");
+    let images = format!("\ndev-images IMAGE={}/cluster/image\n", other.display());
+    assert!(made.contains(&images), "{made}");
+    assert!(made.ends_with("\ndown\n"), "{made}");
+    assert!(!made.contains("kind"), "{made}");
+}
+
+/// A repository with the scripts of `.ci`, and programs `make`, `kind` and `docker` that write their
+/// arguments to the file `made`. Deleted on drop.
 struct Checkout(PathBuf);
 
 impl Checkout {
@@ -158,13 +203,17 @@ impl Checkout {
             ("tests/conformance/go-1.2.3.mod", ""),
             (".gitignore", "made\n"),
             ("programs/make", &make),
+            ("programs/kind", "#!/bin/sh\necho \"kind $*\" >> made\n"),
+            ("programs/docker", "#!/bin/sh\necho \"docker $*\" >> made\n"),
         ] {
             checkout.write(file, text);
         }
-        for file in [".ci/e2e-all", ".ci/steps"] {
+        for file in files(".ci") {
+            let file = file.to_str().expect("the path is text");
             let text = fs::read_to_string(root().join(file)).expect("the script exists");
             checkout.write(file, &text);
         }
+        checkout.write(".ci/packages", "#!/bin/sh\n");
         checkout.git(&["init", "-q"]);
         checkout.git(&["add", "-A"]);
         checkout.git(&["commit", "-q", "-m", "a"]);
@@ -195,13 +244,21 @@ impl Checkout {
         format!("| `{}` |", name.trim())
     }
 
+    /// Runs `.ci/e2e-all`.
     fn run(&self) -> Output {
+        self.run_script(self.0.join(".ci/e2e-all"), &[])
+    }
+
+    fn run_script(&self, script: impl AsRef<OsStr>, arguments: &[&str]) -> Output {
         let path = std::env::var("PATH").expect("PATH is set");
         let programs = self.0.join("programs");
         // A shell starts programs in the background with SIGINT ignored.
         Command::new("env")
             .arg("--default-signal=INT")
-            .arg(self.0.join(".ci/e2e-all"))
+            .arg(script)
+            .args(arguments)
+            .current_dir(&self.0)
+            .env_remove("CI_HOOKS")
             .env("PATH", format!("{}:{path}", programs.display()))
             .env("KUBECONFIG", "unused")
             .output()

@@ -321,6 +321,29 @@ fn image_builds_see_every_workspace_member() {
 }
 
 #[test]
+fn toolchain_and_image_have_the_required_version_of_rust() {
+    let quoted = |file: &str, key: &str| {
+        let text = read(Path::new(file));
+        let value = text.split(&format!("\n{key} = \"")).nth(1);
+        let value = value.and_then(|rest| rest.split('"').next());
+        value
+            .unwrap_or_else(|| panic!("{file} has no {key}"))
+            .to_owned()
+    };
+    let version = quoted("Cargo.toml", "rust-version");
+    let toolchain = quoted("rust-toolchain.toml", "channel");
+    assert!(
+        toolchain == version || toolchain.starts_with(&format!("{version}.")),
+        "rust-toolchain.toml has {toolchain}, Cargo.toml {version}"
+    );
+    let image = format!("FROM rust:{version}-");
+    assert!(
+        read(Path::new("Dockerfile")).contains(&image),
+        "Dockerfile: expected {image}"
+    );
+}
+
+#[test]
 fn every_image_of_the_manifests_is_built() {
     // Those of the chart are templates.
     let manifests = files("manifests")
@@ -438,10 +461,11 @@ fn contains_word(line: &str, word: &str) -> bool {
     })
 }
 
-/// Files to check for banned words, including `.ci`. Excludes generated files and the license.
+/// Files to check for banned words, including `.ci` and `.github`. Excludes generated files and the license.
 fn text_files() -> Vec<PathBuf> {
     let mut paths = files("");
     paths.extend(files(".ci"));
+    paths.extend(files(".github"));
     paths.retain(|path| {
         path != Path::new(BANNED_WORDS)
             && path != Path::new("tests/tests/tidy.rs")

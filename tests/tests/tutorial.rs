@@ -1,15 +1,16 @@
-//! Runs the commands of the tutorial and compares their output.
+//! Runs the commands of the tutorial and of docs/first-change.md, and compares their output.
 //!
 //! An example that needs a sandbox is skipped without root unless `CI=true`. A failed one is run
 //! again with longer times for `--for` and `timeout`, for busy machines.
 
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs};
 
 use diy_mesh_tests::examples::{Example, examples};
-use diy_mesh_tests::repository::{files_with_extension, read};
+use diy_mesh_tests::repository::{files, files_with_extension, read, root};
 
 /// Blocks that run concurrently.
 const MAX_CONCURRENT_BLOCKS: usize = 2;
@@ -52,6 +53,27 @@ fn commands_print_expected_output() {
     );
 }
 
+/// The commands change files, so they run in a copy of the repository.
+#[test]
+fn commands_of_the_first_change_print_expected_output() {
+    let page = Path::new("docs/first-change.md");
+    let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("first-change");
+    for file in files("") {
+        let to = copy.join(&file);
+        fs::create_dir_all(to.parent().expect("the file is in a folder"))
+            .and_then(|()| fs::copy(root().join(&file), &to))
+            .unwrap_or_else(|error| panic!("{}: {error}", to.display()));
+    }
+    let text = read(page);
+    let examples = examples(page, &text);
+    let blocks = text.lines().filter(|line| line.starts_with("```sh"));
+    assert_eq!(blocks.count(), examples.len(), "a block is not tested");
+    for example in examples {
+        let failure = example.failure_of(&example.script, &copy);
+        assert!(failure.is_none(), "{}", failure.unwrap_or_default());
+    }
+}
+
 #[test]
 fn scales_only_times() {
     assert_eq!(
@@ -72,7 +94,7 @@ fn failure(example: &Example, times: u32) -> Option<String> {
         eprintln!("{place}: skipped, requires root (with CI=true it runs without root)");
         return None;
     }
-    let failure = example.failure_of(&scale_times(&example.script, times));
+    let failure = example.failure_of(&scale_times(&example.script, times), &root());
     if failure.is_none() {
         eprintln!("{place}: passed");
     }

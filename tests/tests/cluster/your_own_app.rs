@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Result, bail, ensure};
 use diy_mesh_tests::cluster::{kubectl, wait_for, with_mesh};
 use diy_mesh_tests::examples::{Example, examples};
-use diy_mesh_tests::repository::read;
+use diy_mesh_tests::repository::{read, root};
 
 const PAGE: &str = "docs/your-own-app.md";
 /// The namespace that the page creates and deletes.
@@ -31,7 +31,7 @@ fn commands_of_the_page_print_what_it_shows() -> Result<()> {
 
 /// Runs an example once, or, like a reader who looks again, until it prints what is expected.
 fn run(example: &Example) -> Result<()> {
-    let once = || match example.failure_of(&example.script) {
+    let once = || match example.failure_of(&example.script, &root()) {
         None => Ok(Some(())),
         Some(failure) => bail!(failure),
     };

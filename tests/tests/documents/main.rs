@@ -45,13 +45,14 @@ fn links_resolve() {
 /// words.
 #[test]
 fn shell_examples_are_commands() {
-    const PROGRAMS: [&str; 17] = [
+    const PROGRAMS: [&str; 18] = [
         "cargo",
         "cat",
         "controller",
         "cp",
         "echo",
         "export",
+        "grep",
         "kill",
         "kubectl",
         "make",

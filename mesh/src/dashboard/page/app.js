@@ -301,7 +301,7 @@ const list = ({ items, omitted }) => [...items, ...(omitted ? [`${omitted} more`
 const terms = (pairs) => html("dl", {}, ...pairs.filter(([, value]) => value).flatMap(([name, value]) => [html("dt", {}, name), html("dd", {}, value)]));
 const grid = (title, heads, rows) => html("div", { class: "scroll" }, html("table", {}, html("caption", {}, title),
   html("thead", {}, html("tr", {}, ...heads.map((head) => html("th", { scope: "col" }, head)))),
-  html("tbody", {}, ...rows.map((cells) => html("tr", {}, ...cells.map((cell) => (cell instanceof Node ? html("td", {}, cell) : html("td", {}, cell ?? "")))))))); 
+  html("tbody", {}, ...rows.map((cells) => html("tr", {}, ...cells.map((cell) => (cell instanceof Node ? html("td", {}, cell) : html("td", {}, cell ?? ""))))))));
 
 async function showWorkload(name, moveFocus) {
   byId("workload").hidden = !name;
