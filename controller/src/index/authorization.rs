@@ -238,6 +238,7 @@ impl Authorizations {
             };
             let accepted = policy.accepted(target, exists, effect);
             let mut conditions = policy.conditions(accepted);
+            conditions.extend(policy.allows_all());
             conditions.extend(resolved_refs(policy, services));
             ParentStatus {
                 parent: reference.clone(),
