@@ -315,7 +315,7 @@ impl Index {
         }
         if is_of_mesh {
             let namespaces = self.meshed.keys().cloned();
-            links.dirty.extend(namespaces.map(Dirty::Authorization));
+            links.dirty.extend(namespaces.map(Dirty::Pods));
             return;
         }
         let both = || old.iter().chain(self.authorizations.objects.get(key));
