@@ -437,9 +437,10 @@ impl<S: Store> Reconciler<S> {
             issuer: trust.issuer.id().to_owned(),
             namespaces: self.unpublished(&trust.roots.version),
             // The proxies of a replica that stops connect to others, which count them.
-            programmed: match self.stopping.is_cancelled() {
-                true => Value::Null,
-                false => json!(self.hub.page()),
+            programmed: if self.stopping.is_cancelled() {
+                Value::Null
+            } else {
+                json!(self.hub.page())
             },
             unknown_keys: self.hub.unknown_keys(Instant::now()),
             ..Report::default()
