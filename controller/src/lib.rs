@@ -120,6 +120,7 @@ pub struct Controller {
     proxies: Proxies,
     authority: AuthorityHandle,
     run_authority: BoxFuture<'static, ()>,
+    stopping: CancellationToken,
     grpc: Listener,
     admin: Listener,
 }
@@ -146,11 +147,13 @@ impl Controller {
                 identity::user(&config.pod_namespace, VIEWER),
             ),
         };
+        let stopping = CancellationToken::new();
         let options = authority::Options {
             trust_domain: config.trust_domain.clone(),
             certificate_life: config.certificate_life,
             ca_life: config.ca_life,
             clock: Clock::default(),
+            stopping: stopping.clone(),
             storage: match &config.ca {
                 config::Storage::Kubernetes => authority::Storage::Kubernetes {
                     client: cluster(),
@@ -172,6 +175,7 @@ impl Controller {
             proxies,
             authority,
             run_authority,
+            stopping,
         })
     }
 
@@ -192,9 +196,13 @@ impl Controller {
 
     /// Serves until `shutdown`, then for a few seconds at most.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
-        let Controller { config, hub, .. } = self;
-        let (stopping, readiness) = (CancellationToken::new(), Readiness::default());
-        let stopped = CancellationToken::new();
+        let Controller {
+            config,
+            hub,
+            stopping,
+            ..
+        } = self;
+        let (stopped, readiness) = (CancellationToken::new(), Readiness::default());
         let trust_domain: Arc<str> = config.trust_domain.as_str().into();
         let freshness = Freshness::default();
         let (quotas, edges) = (Quotas::default(), Edges::default());

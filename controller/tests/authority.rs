@@ -71,6 +71,7 @@ impl Replica {
             certificate_life,
             ca_life,
             clock: Default::default(),
+            stopping: Default::default(),
             storage: Storage::Files(folder.to_owned()),
         };
         let (authority, run) = authority::start(options, &hub, registry.clone());

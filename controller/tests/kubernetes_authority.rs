@@ -283,6 +283,7 @@ impl Replica {
         hub.apply(Kind::ALL.map(|kind| Change::Reset(kind, vec![])));
         let options = Options {
             clock: Default::default(),
+            stopping: Default::default(),
             trust_domain: "cluster.local".into(),
             certificate_life: Duration::from_secs(30),
             ca_life: Duration::from_secs(3600),

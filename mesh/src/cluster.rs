@@ -9,7 +9,12 @@ use futures::AsyncReadExt;
 use hyper::Request;
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::apimachinery::pkg::version::Info;
-use kube::{Api, Client, Config, api::ListParams, config::KubeConfigOptions};
+use kube::{
+    Api, Client, Config,
+    api::{ListParams, ObjectList, ObjectMeta},
+    config::KubeConfigOptions,
+    core::{ApiResource, DynamicObject},
+};
 use serde::de::DeserializeOwned;
 
 /// The cluster, the namespace of the mesh, and that of what a command is about.
@@ -159,15 +164,52 @@ where
     }
 }
 
+/// The objects of a kind, of a namespace, or of all.
+pub(crate) fn dynamic(
+    client: &Client,
+    resource: &ApiResource,
+    only: Option<&str>,
+) -> Api<DynamicObject> {
+    match only {
+        Some(namespace) => Api::namespaced_with(client.clone(), namespace, resource),
+        None => Api::all_with(client.clone(), resource),
+    }
+}
+
 /// Lists all objects, page by page. None of a kind that is not installed.
 pub(crate) async fn list<K>(api: Api<K>, params: &ListParams) -> Result<Vec<K>, String>
 where
     K: Clone + DeserializeOwned + std::fmt::Debug,
 {
+    let api = &api;
+    pages(params, |params| async move { api.list(&params).await }).await
+}
+
+/// The metadata of all objects, page by page. None of a kind that is not installed.
+pub(crate) async fn list_metadata<K>(
+    api: Api<K>,
+    params: &ListParams,
+) -> Result<Vec<ObjectMeta>, String>
+where
+    K: Clone + DeserializeOwned + std::fmt::Debug,
+{
+    let api = &api;
+    let page = |params| async move { api.list_metadata(&params).await };
+    let items = pages(params, page).await?;
+    Ok(items.into_iter().map(|one| one.metadata).collect())
+}
+
+async fn pages<T: Clone, F>(
+    params: &ListParams,
+    list: impl Fn(ListParams) -> F,
+) -> Result<Vec<T>, String>
+where
+    F: Future<Output = kube::Result<ObjectList<T>>>,
+{
     let mut params = params.clone().limit(500);
     let mut items = Vec::new();
     loop {
-        let page = match api.list(&params).await {
+        let page = match list(params.clone()).await {
             Err(kube::Error::Api(status)) if status.code == 404 => return Ok(items),
             page => page.map_err(describe_error)?,
         };

@@ -1,6 +1,7 @@
 //! The command line `mesh`. A cluster does not need this crate.
 
 pub mod authorization;
+pub mod changes;
 pub mod check;
 pub mod cluster;
 pub mod commands;

@@ -228,10 +228,7 @@ pub async fn fetch(
     let mut all = Vec::new();
     for kind in kinds {
         for resource in resources(kind) {
-            let api: Api<DynamicObject> = match namespace {
-                Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
-                None => Api::all_with(client.clone(), &resource),
-            };
+            let api = cluster::dynamic(client, &resource, namespace);
             let items = cluster::list(api, &ListParams::default()).await?;
             let is_served = !items.is_empty();
             all.extend(items.into_iter().map(|item| {

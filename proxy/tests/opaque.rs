@@ -72,6 +72,24 @@ fn connection_is_a_call_from_the_first_byte_of_its_client() {
 }
 
 #[test]
+fn connection_that_is_reset_without_a_byte_is_no_bad_request() {
+    on_worker(async {
+        let mesh = Mesh::new();
+        let (_server, address) = listen().await;
+        let users = Rc::strong_count(&mesh.worker);
+        let failures = || mesh.metric("failures_total{direction=\"inbound\",code=\"bad-request\"}");
+        for (bytes, expected) in [("", 0), ("GET", 1)] {
+            let mut client = mesh.connect_inbound(address).await;
+            write(&mut client, bytes).await;
+            client.set_zero_linger().unwrap();
+            drop(client);
+            until(|| Rc::strong_count(&mesh.worker) == users).await;
+            assert_eq!(failures(), expected, "{bytes:?}");
+        }
+    });
+}
+
+#[test]
 fn opaque_connections_and_their_bytes_are_traffic_while_they_are_open() {
     on_worker(async {
         let (server, address) = listen().await;

@@ -26,6 +26,7 @@ use futures::future::BoxFuture;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 
 use crate::hub::Hub;
 use crate::issuer::{self, Issuer, SignError, hex, pem};
@@ -115,6 +116,8 @@ pub struct Options {
     pub storage: Storage,
     /// The clock of this replica, which the authority compares with others.
     pub clock: Clock,
+    /// Cancelled a few seconds before the replica stops.
+    pub stopping: CancellationToken,
 }
 
 /// The storage of the state and of the published roots.
@@ -242,6 +245,7 @@ fn start_with<P: Future<Output = ()> + Send>(
         hub: hub.clone(),
         proxies,
         published,
+        stopping: options.stopping,
         trust,
         status,
     };

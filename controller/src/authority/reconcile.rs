@@ -16,10 +16,11 @@ use diy_mesh_control_plane::clock::{Clock, Finding};
 use diy_mesh_runtime::{Backoff, error_chain};
 use futures::StreamExt;
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
 
 use super::publish::PublishStatus;
 use super::reports::{
@@ -62,6 +63,8 @@ pub(super) struct Reconciler<S> {
     pub(super) hub: Hub,
     pub(super) proxies: Proxies,
     pub(super) published: watch::Receiver<PublishStatus>,
+    /// The replica stops within a few seconds.
+    pub(super) stopping: CancellationToken,
     /// Receives the trust when the first CA is loaded.
     pub(super) trust: watch::Sender<Option<TrustSender>>,
     pub(super) status: StatusSender,
@@ -128,6 +131,7 @@ impl<S: Store> Reconciler<S> {
         let mut memory = Memory::default();
         let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
         let mut conflicts = 0;
+        let mut is_stopping = false;
         loop {
             let wake = match self.reconcile(&mut memory).await {
                 Ok(Outcome::Requeue) if conflicts < MAX_CONFLICTS => {
@@ -158,6 +162,9 @@ impl<S: Store> Reconciler<S> {
             tokio::select! {
                 Some(()) = changes.next() => {}
                 () = sleep_until(wake.unwrap_or_else(Instant::now)), if wake.is_some() => {}
+                () = self.stopping.cancelled(), if !is_stopping => {
+                    (is_stopping, memory.next_report) = (true, None);
+                }
             }
         }
     }
@@ -337,7 +344,10 @@ impl<S: Store> Reconciler<S> {
         let urls = others.clone().flat_map(|(_, report)| &report.unknown_keys);
         self.hub.receive_unknown_keys(urls.cloned());
         let page = |report: &Report| Page::deserialize(&report.programmed).unwrap_or_default();
-        let pages = others.map(|(name, report)| (name.clone(), page(report)));
+        // The proxies of a replica that has stopped are connected to others.
+        let liveness = &memory.others.liveness;
+        let running = others.filter(|(name, _)| liveness.is_certain(name));
+        let pages = running.map(|(name, report)| (name.clone(), page(report)));
         self.hub.receive_pages(pages.collect());
         let observed = Observation {
             state: loaded.digest.clone(),
@@ -426,7 +436,12 @@ impl<S: Store> Reconciler<S> {
             roots: trust.roots.version.clone(),
             issuer: trust.issuer.id().to_owned(),
             namespaces: self.unpublished(&trust.roots.version),
-            programmed: json!(self.hub.page()),
+            // The proxies of a replica that stops connect to others, which count them.
+            programmed: if self.stopping.is_cancelled() {
+                Value::Null
+            } else {
+                json!(self.hub.page())
+            },
             unknown_keys: self.hub.unknown_keys(Instant::now()),
             ..Report::default()
         };

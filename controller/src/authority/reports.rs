@@ -293,18 +293,26 @@ impl Liveness {
         (live, dead)
     }
 
-    /// The clocks of live replicas. An unchanged report may be that of a replica that has stopped
-    /// long ago.
+    /// Whether a replica runs. An unchanged report may be that of a replica that has stopped long
+    /// ago.
+    pub(super) fn is_certain(&self, name: &str) -> bool {
+        self.0.get(name).is_some_and(Seen::is_certain)
+    }
+
+    /// The clocks of replicas that run.
     pub(super) fn clocks(&self) -> Vec<Reading> {
-        let live = self.0.values().filter(|seen| {
-            let age = seen.since.elapsed();
-            seen.has_changed && age < LIVENESS_TIMEOUT
-        });
+        let live = self.0.values().filter(|seen| seen.is_certain());
         let clocks = live.filter_map(|seen| {
             let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seen.beat));
             time.map(|time| Reading::new(time, seen.since))
         });
         clocks.collect()
+    }
+}
+
+impl Seen {
+    fn is_certain(&self) -> bool {
+        self.has_changed && self.since.elapsed() < LIVENESS_TIMEOUT
     }
 }
 
@@ -498,6 +506,8 @@ mod tests {
         let mut update = |day: u64, idle| {
             let reports = beats(&[("behind", day), ("idle", idle), ("ahead", day * 1_000_000)]);
             let (live, dead) = liveness.update(reports, Instant::now());
+            let is_certain = ["behind", "idle", "ahead"].map(|name| liveness.is_certain(name));
+            assert_eq!(is_certain, [day > 1, false, day > 1], "day {day}");
             (Vec::from_iter(live.into_keys()).join(" "), dead)
         };
         assert_eq!(update(1, 5000), ("ahead behind idle".to_owned(), vec![]));

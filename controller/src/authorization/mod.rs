@@ -22,7 +22,7 @@ use crate::index::object::Key;
 use crate::index::version::{self, Version};
 use crate::routes::model::Rejection;
 use crate::routes::parse::Meta;
-use crate::routes::{Condition, ParentReference};
+use crate::routes::{ALLOWS_ALL, Condition, FIELDS_DROPPED, ParentReference};
 use keys::{Entry, Fetched, Source};
 use server::Server;
 use spec::{Requirement, Selector};
@@ -270,6 +270,32 @@ impl AuthorizationPolicy {
             None => ("Accepted", format!("the policy applies to the {target}")),
         };
         Condition::new("Accepted", reason == "Accepted", reason, message)
+    }
+
+    /// The condition of an ALLOW that has a rule without a caller, destination or request.
+    pub fn allows_all(&self) -> Option<Condition> {
+        let policy = &self.rules()?.message;
+        let mut rules = policy.rules.iter();
+        let at = rules.position(|rule| {
+            rule.sources.is_none() && rule.not_sources.is_empty() && rule.requests.is_empty()
+        });
+        let at = at.filter(|_| policy.action() == Action::Allow)?;
+        let (fields, all) = if self.is_about(Direction::Outbound) {
+            ("destinations", "every destination")
+        } else {
+            ("sources and no requests", "every caller")
+        };
+        let ports = if policy.rules[at].ports.is_empty() {
+            ""
+        } else {
+            " at its ports"
+        };
+        let message = format!("spec.rules[{at}] has no {fields}: it allows {all}{ports}");
+        let (reason, message) = match &self.dropped {
+            Some(dropped) => (FIELDS_DROPPED, format!("{message}; {dropped}")),
+            None => ("RuleWithoutConditions", message),
+        };
+        Some(Condition::new(ALLOWS_ALL, true, reason, message))
     }
 }
 

@@ -238,6 +238,7 @@ impl Authorizations {
             };
             let accepted = policy.accepted(target, exists, effect);
             let mut conditions = policy.conditions(accepted);
+            conditions.extend(policy.allows_all());
             conditions.extend(resolved_refs(policy, services));
             ParentStatus {
                 parent: reference.clone(),
@@ -314,7 +315,7 @@ impl Index {
         }
         if is_of_mesh {
             let namespaces = self.meshed.keys().cloned();
-            links.dirty.extend(namespaces.map(Dirty::Authorization));
+            links.dirty.extend(namespaces.map(Dirty::Pods));
             return;
         }
         let both = || old.iter().chain(self.authorizations.objects.get(key));

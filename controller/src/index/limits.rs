@@ -159,10 +159,11 @@ impl Index {
         (all, limiting)
     }
 
-    /// The telemetry of a pod: that of the oldest Service that has some and selects it. And the
-    /// Services whose telemetry it replaces.
+    /// The telemetry of a pod: that of the oldest Service that has some and selects it, or else that
+    /// of its namespace. And the Services whose telemetry it replaces.
     pub(super) fn telemetry(
         &self,
+        namespace: &Arc<str>,
         limiting: &[(Key, bool)],
     ) -> (Option<Arc<proto::Telemetry>>, Vec<Key>) {
         let mut services = limiting.iter().filter_map(|(service, _)| {
@@ -170,7 +171,7 @@ impl Index {
             Some((service, telemetry))
         });
         let Some((_, telemetry)) = services.next() else {
-            return (None, vec![]);
+            return (self.policies.telemetry_in(namespace).cloned(), vec![]);
         };
         let replaced = services.filter(|(_, other)| *other != telemetry);
         let replaced = replaced.map(|(service, _)| service.clone());

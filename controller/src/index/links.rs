@@ -86,8 +86,8 @@ pub(super) enum Dirty {
     Headless(Key),
     /// The room of the endpoints of a Service.
     Room(Key),
-    /// The authorization of the pods of a namespace.
-    Authorization(Arc<str>),
+    /// The authorization or telemetry of the pods of a namespace.
+    Pods(Arc<str>),
 }
 
 /// The objects with each link. In many maps: one that grows moves all that it holds at once, and the

@@ -226,7 +226,7 @@ impl Index {
             }
             Dirty::Headless(pod) => self.settle_headless(&pod),
             Dirty::Room(service) => self.settle_room(&service, touched),
-            Dirty::Authorization(namespace) => {
+            Dirty::Pods(namespace) => {
                 let pods = self.meshed.get(&namespace).into_iter().flatten();
                 touched.pods.extend(pods.cloned());
             }

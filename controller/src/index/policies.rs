@@ -48,6 +48,12 @@ impl Policies {
         self.of_service(service)?.telemetry.as_ref()
     }
 
+    /// What the pods of a namespace tell that no Service with telemetry selects.
+    pub(super) fn telemetry_in(&self, namespace: &Arc<str>) -> Option<&Arc<proto::Telemetry>> {
+        let settings = self.settings(&Target::Namespace(namespace.clone()))?;
+        settings.telemetry.as_ref()
+    }
+
     /// The settings of the requests of a Service.
     pub(super) fn requests(&self, service: &Key) -> Option<&Requests> {
         self.of_service(service).map(|one| &one.requests)
@@ -61,10 +67,16 @@ impl Policies {
     pub(super) fn set(&mut self, links: &mut Links, key: &Key, new: Option<Policy>) {
         let replaced = self.objects.replace(links, Kind::TrafficPolicy, key, new);
         if let Some(Replaced(old)) = replaced {
-            let both = old.iter().chain(self.objects.get(key));
-            let targets = both.flat_map(Policy::targets);
-            let targets = targets.filter_map(|(_, target)| target);
-            links.dirty.extend(targets.map(Dirty::Target));
+            let both = || old.iter().chain(self.objects.get(key));
+            let settings = both().filter_map(|policy| policy.content.as_deref().ok());
+            let has_telemetry = settings.into_iter().any(|one| one.telemetry.is_some());
+            let targets = both().flat_map(Policy::targets);
+            for target in targets.filter_map(|(_, target)| target) {
+                if let (Target::Namespace(name), true) = (&target, has_telemetry) {
+                    links.dirty.insert(Dirty::Pods(name.clone()));
+                }
+                links.dirty.insert(Dirty::Target(target));
+            }
         }
     }
 

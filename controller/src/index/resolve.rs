@@ -237,7 +237,7 @@ impl Index {
             namespaces: None,
         };
         let (rate_limits, limiting) = self.rate_limits(pod);
-        let (telemetry, replaced) = self.telemetry(&limiting);
+        let (telemetry, replaced) = self.telemetry(&pod.key.namespace, &limiting);
         let workload = Workload {
             inbound: pod.inbound.clone(),
             zone: client.zone.clone(),

@@ -43,6 +43,10 @@ const CONFLICTED: &str = "Conflicted";
 pub const PARTIALLY_INVALID: &str = "PartiallyInvalid";
 /// The condition of the mesh about headless Services: False while older ones decide at some pods.
 pub const APPLIES_TO_ALL_PODS: &str = "diy-service-mesh.dev/AppliesToAllPods";
+/// True while an AuthorizationPolicy has an ALLOW rule without a caller, destination or request.
+pub const ALLOWS_ALL: &str = "diy-service-mesh.dev/AllowsAll";
+/// The API server has dropped fields of the policy, so that its author may not know.
+pub const FIELDS_DROPPED: &str = "FieldsDropped";
 pub(crate) const OLDER_SERVICE: &str = "OlderService";
 /// For references to backends.
 pub const INVALID_KIND: &str = "InvalidKind";
@@ -196,7 +200,7 @@ impl Condition {
 
     /// Whether its author has to do something.
     pub fn is_problem(&self) -> bool {
-        self.holds == (self.kind == PARTIALLY_INVALID)
+        self.holds == (self.kind == PARTIALLY_INVALID) || self.reason == FIELDS_DROPPED
     }
 }
 

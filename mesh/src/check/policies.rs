@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use diy_mesh_controller::fields::{LAST_APPLIED, dropped};
 use diy_mesh_controller::policy::{GROUP, VERSION};
+use diy_mesh_controller::routes::{ALLOWS_ALL, FIELDS_DROPPED};
 use serde_json::Value;
 
 use super::facts::Facts;
@@ -100,6 +101,12 @@ pub(super) fn policies(facts: &Facts) -> Findings<'_> {
                 rules match more than is written";
     let advice = "correct the names of the fields, and apply with kubectl apply --validate=strict";
     let pruned = Finding::warning(text, advice).if_any(policies.iter().flat_map(pruned));
+    let (all_of_dropped, all) = allowing_all(policies);
+    let text = "ALLOW policies with a rule that allows every caller, since fields were dropped";
+    let all_of_dropped = Finding::warning(text, advice).if_any(all_of_dropped);
+    let text = "ALLOW policies with a rule that allows every caller";
+    let advice = "if that is not intended, name sources or requests";
+    let note = Finding::note(text, advice).if_any(all);
     let opened = facts.judgement.iter().flat_map(|one| one.opened.clone());
     let text = "pods that everyone may call, while an ALLOW policy of their namespace selects none";
     let advice = "correct the Service or targetRefs of the policy, or delete it";
@@ -109,7 +116,34 @@ pub(super) fn policies(facts: &Facts) -> Findings<'_> {
         "policy is accepted",
         "policies are accepted",
     );
-    Ok(or_ok([rejected, partial, pruned, opened], text))
+    let warnings = [rejected, partial, pruned, all_of_dropped, opened];
+    Ok(or_ok(warnings, text).into_iter().chain(note).collect())
+}
+
+/// The policies with a rule that has no condition, as the mesh says: those of which fields were
+/// dropped, and the others.
+fn allowing_all(policies: &[Value]) -> (BTreeSet<String>, BTreeSet<String>) {
+    let conditions = policies.iter().flat_map(|policy| {
+        let of_all = current(policy).filter(|(_, one)| one["type"] == ALLOWS_ALL);
+        of_all.map(|(_, condition)| (live::title(policy), condition))
+    });
+    let (dropped, others): (Vec<_>, Vec<_>) = conditions
+        .filter(|(_, condition)| condition["status"] == "True")
+        .partition(|(_, condition)| condition["reason"] == FIELDS_DROPPED);
+    [dropped, others]
+        .map(|all| {
+            let all = all.into_iter();
+            let described = all.map(|(title, one)| format!("{title}: {}", text(&one["message"])));
+            described.collect()
+        })
+        .into()
+}
+
+/// The conditions of the current generation of a policy, with their targets.
+fn current(policy: &Value) -> impl Iterator<Item = (&Value, &Value)> {
+    let generation = &policy["metadata"]["generation"];
+    conditions(&policy["status"])
+        .filter(move |(_, condition)| condition["observedGeneration"] == *generation)
 }
 
 /// The fields of a policy that `kubectl apply` has sent and that are not stored.
@@ -123,11 +157,7 @@ fn pruned(policy: &Value) -> Vec<String> {
 /// What the mesh says about the targets of a policy that it does not accept, and about those where
 /// it does not apply everywhere.
 fn problems(policy: &Value) -> (Vec<String>, Vec<String>) {
-    let (title, generation) = (live::title(policy), &policy["metadata"]["generation"]);
-    let is_current = |condition: &Value| condition["observedGeneration"] == *generation;
-    let current: Vec<_> = conditions(&policy["status"])
-        .filter(|(_, condition)| is_current(condition))
-        .collect();
+    let (title, current) = (live::title(policy), Vec::from_iter(current(policy)));
     let problems_of = |is_type: fn(&str) -> bool| {
         let of_type = current.iter().filter(move |(_, condition)| {
             condition["type"].as_str().is_some_and(is_type) && condition["status"] != "True"
@@ -215,6 +245,35 @@ mod tests {
         );
         assert_eq!(check(stored.clone(), stored.clone()), [""; 0]);
         assert_eq!(check(Value::Null, stored), [""; 0]);
+    }
+
+    #[test]
+    fn rule_that_allows_every_caller_is_a_note_and_a_warning_if_fields_were_dropped() {
+        let find = |reason: &str| {
+            let condition = json!({"type": ALLOWS_ALL, "status": "True", "reason": reason,
+                "message": "spec.rules[0] allows every caller", "observedGeneration": 2});
+            let accepted = json!({"type": "Accepted", "status": "True", "observedGeneration": 2});
+            let target = |name: &str| {
+                json!({"ancestorRef": {"group": "", "kind": "Service", "name": name},
+                    "controllerName": CONTROLLER_NAME, "conditions": [accepted, condition]})
+            };
+            let policy = json!({
+                "kind": "AuthorizationPolicy",
+                "metadata": {"namespace": "shop", "name": "web", "generation": 2},
+                "status": {"ancestors": [target("web"), target("api")]},
+            });
+            let facts = Facts {
+                policies: Ok(vec![policy]),
+                ..unknown_facts()
+            };
+            let findings = policies(&facts).unwrap();
+            let details = findings.iter().flat_map(|one| one.details.clone());
+            let expected = "AuthorizationPolicy shop/web: spec.rules[0] allows every caller";
+            assert_eq!(Vec::from_iter(details), [expected]);
+            Vec::from_iter(findings.into_iter().map(|one| one.level))
+        };
+        assert_eq!(find("RuleWithoutConditions"), [Level::Ok, Level::Note]);
+        assert_eq!(find(FIELDS_DROPPED), [Level::Warning]);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 pub mod authz;
 pub mod callers;
+pub mod changes;
 pub mod check;
 pub mod dashboard;
 pub mod demo;
@@ -61,6 +62,8 @@ enum Command {
     Authz(Box<authz::Arguments>),
     /// List the callers of pods and their calls
     Callers(callers::Arguments),
+    /// List recent changes of objects and pods that steer traffic, with their authors
+    Changes(changes::Arguments),
     /// Check the mesh of a cluster and recommend actions
     Check(check::Arguments),
     /// Show workloads, their calls and failures on a page in the browser
@@ -113,6 +116,7 @@ impl Command {
             Self::Demo(arguments) => exit(demo::run(&arguments), 1),
             Self::Authz(arguments) => exit(block_on(authz::run(&arguments)), 2),
             Self::Callers(arguments) => exit(block_on(callers::run(&arguments)), 2),
+            Self::Changes(arguments) => exit(block_on(changes::run(&arguments)), 2),
             Self::Check(arguments) => exit(block_on(check::run(&arguments)), 2),
             Self::Dashboard(arguments) => exit(block_on(dashboard::run(&arguments)), 2),
             Self::Egress(arguments) => exit(block_on(egress::run(&arguments)), 2),

@@ -180,7 +180,9 @@ async fn detected(mut client: Io, mut flow: Flow) -> Option<Pin<Box<dyn Future<O
             Ok(Protocol::MeshTls) => {}
             Ok(protocol) => break protocol,
             Err(failure) => {
-                refuse(client, flow, &failure);
+                if !is_silent_end(&failure, client.unread()) {
+                    refuse(client, flow, &failure);
+                }
                 return None;
             }
         }
@@ -190,7 +192,9 @@ async fn detected(mut client: Io, mut flow: Flow) -> Option<Pin<Box<dyn Future<O
         let (secured, identity, negotiated) = match accepted.await {
             Ok(session) => session,
             Err(failure) => {
-                ConnectionRecord::new(&Rc::new(flow)).fail(&failure);
+                if !is_silent_end(&failure, &[]) {
+                    ConnectionRecord::new(&Rc::new(flow)).fail(&failure);
+                }
                 return None;
             }
         };
@@ -224,6 +228,12 @@ async fn detected(mut client: Io, mut flow: Flow) -> Option<Pin<Box<dyn Future<O
             Box::pin(opaque::serve(client, flow, dialed, detector))
         }
     })
+}
+
+/// Whether the client closed its connection before it sent a byte for the application: another proxy
+/// does so with a connection that it no longer needs. It has requested nothing.
+fn is_silent_end(failure: &Failure, unread: &[u8]) -> bool {
+    unread.is_empty() && matches!(failure, Failure::BadRequest(_))
 }
 
 /// Ends a connection that cannot be carried as the kernel does: with a reset.

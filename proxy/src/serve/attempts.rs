@@ -502,6 +502,7 @@ impl Attempt<'_> {
             endpoint,
             in_flight,
             began,
+            connect_timeout,
             ..
         } = self;
         let AttemptError { failure, retry } = error;
@@ -511,9 +512,13 @@ impl Attempt<'_> {
         if retry == Retry::OtherEndpoint || matches!(failure, Failure::NoSettings(_)) {
             attempts.avoid(endpoint.address);
         }
-        if matches!(retry, Retry::OtherEndpoint | Retry::Uncounted) {
-            attempts.time_to_connect = attempts.time_to_connect.saturating_sub(began.elapsed());
-        }
+        let spent = match retry {
+            // What was longer was no connect: a response, or a lack of CPU time.
+            Retry::OtherEndpoint => began.elapsed().min(connect_timeout),
+            Retry::Uncounted => began.elapsed(),
+            _ => Duration::ZERO,
+        };
+        attempts.time_to_connect = attempts.time_to_connect.saturating_sub(spent);
         if retry == Retry::Uncounted
             && !attempts.time_to_connect.is_zero()
             && attempts.backend.endpoints_len() > 0

@@ -74,6 +74,19 @@ impl Content {
     }
 }
 
+impl SimulatedStore {
+    fn with_ca(server: Option<SkewedClock>) -> SimulatedStore {
+        let ca = CaState::generate("cluster.local", start(), CA_LIFE * MINUTE).unwrap();
+        let store = SimulatedStore {
+            server,
+            content: Arc::default(),
+            changes: watch::Sender::new(1),
+        };
+        store.content.lock().unwrap().replace(ca.write());
+        store
+    }
+}
+
 impl Store for SimulatedStore {
     fn place(&self) -> String {
         "the simulated store".to_owned()
@@ -128,6 +141,7 @@ impl Store for SimulatedStore {
 struct Replica {
     skew: i64,
     clock: Clock,
+    stopping: CancellationToken,
     trust: watch::Receiver<Option<TrustSender>>,
     task: JoinHandle<()>,
 }
@@ -138,6 +152,7 @@ impl Replica {
         hub.apply(Kind::ALL.map(|kind| Change::Reset(kind, vec![])));
         let (trust, clock) = (watch::Sender::default(), Clock::new(move || own.now()));
         let loaded = trust.subscribe();
+        let stopping = CancellationToken::new();
         let (sender, published) = watch::channel(PublishStatus::default());
         // The roots are published everywhere at once.
         let publish = async move |mut loaded: watch::Receiver<Option<TrustSender>>| {
@@ -164,6 +179,7 @@ impl Replica {
             hub,
             proxies: Proxies::default(),
             published,
+            stopping: stopping.clone(),
             trust,
             status: StatusSender::new("here", "replica"),
         };
@@ -171,6 +187,7 @@ impl Replica {
         Replica {
             skew: own.skew,
             clock,
+            stopping,
             trust: loaded,
             task: tokio::spawn(async move {
                 tokio::join!(reconciler.run(), publish(following));
@@ -190,14 +207,7 @@ impl Replica {
 async fn count_cas(skews: &[i64], server: Option<i64>) -> usize {
     let begun = Instant::now();
     let clock = |skew| SkewedClock { begun, skew };
-    let life = CA_LIFE * MINUTE;
-    let ca = CaState::generate("cluster.local", start(), life).unwrap();
-    let store = SimulatedStore {
-        server: server.map(clock),
-        content: Arc::default(),
-        changes: watch::Sender::new(1),
-    };
-    store.content.lock().unwrap().replace(ca.write());
+    let store = SimulatedStore::with_ca(server.map(clock));
     let replicas = skews.iter().enumerate();
     let replicas = replicas.map(|(number, skew)| Replica::start(number, clock(*skew), &store));
     let replicas = Vec::from_iter(replicas);
@@ -281,4 +291,29 @@ async fn one_right_replica_of_three_and_the_api_server_rotate_the_ca() {
 async fn two_clocks_that_disagree_rotate_late() {
     assert_eq!(count_cas(&[0], Some(HOUR)).await, 2);
     assert_eq!(count_cas(&[0], Some(-HOUR / 2)).await, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn replica_that_stops_tells_the_others_to_count_its_proxies_no_longer() {
+    let begun = Instant::now();
+    let store = SimulatedStore::with_ca(None);
+    let replica = Replica::start(0, SkewedClock { begun, skew: 0 }, &store);
+    let reported = || {
+        let reports = store.content.lock().unwrap().reports.clone();
+        let report: Report = serde_json::from_str(&reports["replica-0"]).unwrap();
+        (report.beat, !report.programmed.is_null())
+    };
+    tokio::time::sleep(MINUTE).await;
+    let (beat, is_counted) = reported();
+    assert!(is_counted);
+    replica.stopping.cancel();
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    assert!(!reported().1, "at once");
+    tokio::time::sleep(MINUTE).await;
+    let (later, is_counted) = reported();
+    assert!(
+        later >= beat + 50 && !is_counted,
+        "it reports until it ends"
+    );
+    replica.task.abort();
 }

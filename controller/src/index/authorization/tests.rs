@@ -326,6 +326,58 @@ fn status_tells_whether_the_authorization_server_exists() {
 }
 
 #[test]
+fn status_names_allow_rules_without_conditions_and_dropped_fields() {
+    let status = |others: Value, dropped: Option<&str>| {
+        let others = of_pods("shop", "p", json!({}), others);
+        let Object::Authorization(mut policy) = others else {
+            panic!("it is a policy")
+        };
+        policy.dropped = dropped.map(|text| Arc::new(text.to_owned()));
+        let index = index([Object::Authorization(policy)]);
+        let status = index.status(&(Kind::Authorization, key("p")));
+        let mut conditions = status.unwrap().unwrap().parents.remove(0).conditions;
+        let last = conditions.pop().filter(|_| !conditions.is_empty())?;
+        assert!(last.kind == "diy-service-mesh.dev/AllowsAll" && last.holds);
+        Some((last.is_problem(), last.reason, last.message))
+    };
+    let allow = |rules: Value| json!({"action": "ALLOW", "rules": rules});
+    let note = |message: &str| Some((false, "RuleWithoutConditions", message.to_owned()));
+    let account = json!({"sources": [{"type": "Namespace", "namespace": "shop"}]});
+    let every_caller = "has no sources and no requests: it allows every caller";
+    assert_eq!(
+        status(allow(json!([account, {}])), None),
+        note(&format!("spec.rules[1] {every_caller}"))
+    );
+    assert_eq!(
+        status(allow(json!([{"networkAttributes": {"ports": [80]}}])), None),
+        note(&format!("spec.rules[0] {every_caller} at its ports"))
+    );
+    assert_eq!(
+        status(allow(json!([{}])), Some("spec.rules[].source was dropped")),
+        Some((
+            true,
+            "FieldsDropped",
+            format!("spec.rules[0] {every_caller}; spec.rules[].source was dropped")
+        ))
+    );
+    let outbound = json!({"action": "ALLOW", "direction": "Outbound", "rules": [{}]});
+    assert_eq!(
+        status(outbound, None),
+        note("spec.rules[0] has no destinations: it allows every destination")
+    );
+    let requests = json!({"requests": [{"methods": ["GET"]}]});
+    for rules in [
+        json!([account]),
+        json!([requests]),
+        json!([{"sources": []}]),
+        json!([]),
+    ] {
+        assert_eq!(status(allow(rules), Some("spec.x was dropped")), None);
+    }
+    assert_eq!(status(deny(), Some("spec.x was dropped")), None);
+}
+
+#[test]
 fn missing_server_is_told_before_missing_keys() {
     let key = Key::new("shop", "p");
     let spec = json!({

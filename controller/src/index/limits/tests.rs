@@ -294,3 +294,25 @@ fn pods_have_the_telemetry_of_the_oldest_service_that_selects_them() {
     assert_eq!(workload(&index, &key("a")).replaced, [key("web")]);
     assert_eq!(of(&index, &key("a")), []);
 }
+
+#[test]
+fn pods_without_a_service_have_the_telemetry_of_their_namespace() {
+    let logs = |format: &str| json!({"telemetry": {"accessLogs": {"format": format}}});
+    let of_namespace = |format: &str| {
+        let target = json!([{"group": "", "kind": "Namespace", "name": "shop"}]);
+        Object::Policy(policy_for("n", 0, target, logs(format)))
+    };
+    let mut index = index([Object::Pod(ready("a")), of_namespace("{path}")]);
+    let format = |index: &Index| {
+        let telemetry = workload(index, &key("a")).telemetry?;
+        Some(telemetry.access_logs.as_ref()?.format.clone())
+    };
+    assert_eq!(format(&index).as_deref(), Some("{path}"));
+    let touched = apply(&mut index, of_namespace("{status}"));
+    assert_eq!(touched.pods, [key("a")].into());
+    assert_eq!(format(&index).as_deref(), Some("{status}"));
+    let mut touched = Touched::default();
+    index.apply(Change::Delete(Kind::TrafficPolicy, key("n")), &mut touched);
+    assert_eq!(touched.pods, [key("a")].into());
+    assert_eq!(format(&index), None);
+}

@@ -11,7 +11,9 @@ const MAX_NODES = 300;
 // Edges with a label, if none is selected.
 const MAX_LABELS = 40;
 const COLUMN_NODES = 24;
-const NODE = { width: 170, height: 44, gap: 20, columnGap: 134, group: 22, margin: 24 };
+const NODE = { width: 170, maxWidth: 330, height: 44, gap: 20, columnGap: 190, group: 22, margin: 24 };
+// The height of the place of a line between the nodes of a column.
+const LINE = 12;
 const MIN_SCALE = 0.75;
 const HEALTHY = 0.99;
 
@@ -21,7 +23,7 @@ let traffic = null;
 let receivedAt = 0;
 let failure = "";
 let sorted = { workloads: [3, 1], edges: [4, 1], routes: [2, 1], tcp: [7, 1] };
-let layout = { key: null, positions: new Map(), groups: [] };
+let layout = { key: null, positions: new Map(), places: new Map(), groups: [] };
 
 // Elements
 
@@ -193,33 +195,70 @@ function orderColumn(members, namespace, edges, at) {
   return members.sort((one, other) => compare(keys.get(one), keys.get(other)));
 }
 
-function arrange(names, edges) {
+// A line over several columns has a place in each one between them, so that no node hides it. Returns the lines in
+// parts from column to column, and the places of each line. Adds their ranks.
+function placeLines(edges, rank) {
+  const [parts, places] = [[], new Map()];
+  for (const { from, to } of edges) {
+    const line = `${from} ${to}`;
+    if (places.has(line)) continue;
+    places.set(line, []);
+    for (let level = rank.get(from) + 1; level < rank.get(to); level++) {
+      places.get(line).push(`${line} ${level}`);
+      rank.set(`${line} ${level}`, level);
+    }
+    const all = [from, ...places.get(line), to];
+    all.slice(1).forEach((name, index) => parts.push({ from: all[index], to: name }));
+  }
+  return { parts, places };
+}
+
+// The width of a node that has the whole name, if that is not too long.
+const measure = document.createElement("canvas").getContext("2d");
+function nodeWidth(names) {
+  measure.font = "13px system-ui, sans-serif";
+  const longest = Math.max(0, ...names.map((name) => measure.measureText(shortName(name)).width));
+  return Math.min(NODE.maxWidth, Math.max(NODE.width, Math.ceil(longest) + 24));
+}
+
+const shortName = (name) => {
+  const short = name.slice(name.indexOf("/") + 1);
+  return short.length > 40 ? short.slice(0, 39) + "…" : short;
+};
+
+function arrange(names, arrows) {
   const callees = new Map(names.map((name) => [name, []]));
-  for (const { from, to } of edges) if (callees.has(from) && callees.has(to)) callees.get(from).push(to);
+  const between = arrows.filter(({ from, to }) => callees.has(from) && callees.has(to));
+  for (const { from, to } of between) callees.get(from).push(to);
   const rank = ranks(names, callees);
-  const namespace = (name) => (name?.includes("/") ? name.split("/")[0] : "outside");
+  const { parts: edges, places } = placeLines(between, rank);
+  const isLine = (name) => !callees.has(name);
+  const namespace = (name) => (isLine(name) ? "" : name?.includes("/") ? name.split("/")[0] : "outside");
+  const nodeHeight = (name) => (isLine(name) ? LINE : NODE.height);
+  const ranked = [...names, ...[...places.values()].flat()];
+  const box = nodeWidth(names);
   const [columns, at] = [[], new Map()];
   for (let level = 0; level <= Math.max(...rank.values()); level++) {
-    const members = orderColumn(names.filter((name) => rank.get(name) === level), namespace, edges, at);
+    const members = orderColumn(ranked.filter((name) => rank.get(name) === level), namespace, edges, at);
     members.forEach((name, index) => at.set(name, index));
     for (let start = 0; start < members.length; start += COLUMN_NODES) columns.push(members.slice(start, start + COLUMN_NODES));
   }
   const [positions, groups] = [new Map(), []];
-  const begins = (members, index) => index === 0 || namespace(members[index]) !== namespace(members[index - 1]);
-  const heights = columns.map((members) => members.reduce((sum, _, index) =>
-    sum + NODE.height + NODE.gap + (begins(members, index) ? NODE.group : 0), 0));
+  const begins = (members, index) => !isLine(members[index]) && (index === 0 || namespace(members[index]) !== namespace(members[index - 1]));
+  const heights = columns.map((members) => members.reduce((sum, name, index) =>
+    sum + nodeHeight(name) + NODE.gap + (begins(members, index) ? NODE.group : 0), 0));
   const height = Math.max(0, ...heights);
   columns.forEach((members, column) => {
-    const x = NODE.margin + column * (NODE.width + NODE.columnGap);
+    const x = NODE.margin + column * (box + NODE.columnGap);
     let y = NODE.margin + (height - heights[column]) / 2;
     members.forEach((name, index) => {
       if (begins(members, index)) groups.push({ text: namespace(name), x, y: (y += NODE.group) - 8 });
       positions.set(name, { x, y });
-      y += NODE.height + NODE.gap;
+      y += nodeHeight(name) + NODE.gap;
     });
   });
-  const width = columns.length * (NODE.width + NODE.columnGap) - NODE.columnGap;
-  return { positions, groups, width: width + 2 * NODE.margin, height: height + 2 * NODE.margin };
+  const width = columns.length * (box + NODE.columnGap) - NODE.columnGap;
+  return { positions, places, groups, box, width: width + 2 * NODE.margin, height: height + 2 * NODE.margin };
 }
 
 function renderGraph(shown, selected) {
@@ -244,6 +283,7 @@ function renderGraph(shown, selected) {
     const workloads = leads.filter(({ from }) => from === name).map(({ to }) => to);
     const label = row ? describe(row) : workloads.length ? `Service of ${workloads.join(", ")}` : "no inbound requests";
     set(node, { class: "node" + state, transform: `translate(${x} ${y})`, href: workloadLink(name), "aria-label": `${name}: ${label}` });
+    set(node.firstChild, { width: layout.box });
     setText(node.querySelector(".rate"), row ? `${perSecond(row)}/s · ${health(row)} · ${milliseconds(row.p95_ms)} ms` : workloads.length ? "Service" : label);
   });
   patch(byId("leads"), leads, rowKey, () => svg("path"), (node, lead) =>
@@ -259,11 +299,8 @@ function renderGraph(shown, selected) {
   return all.length - names.length;
 }
 
-function createNode(name) {
-  const short = name.slice(name.indexOf("/") + 1);
-  return svg("a", {}, svg("rect", { width: NODE.width, height: NODE.height, rx: 8 }), svg("title", {}, name),
-    svg("text", { x: 12, y: 18 }, short.length > 24 ? short.slice(0, 23) + "…" : short), svg("text", { class: "rate quiet", x: 12, y: 36 }));
-}
+const createNode = (name) => svg("a", {}, svg("rect", { height: NODE.height, rx: 8 }), svg("title", {}, name),
+  svg("text", { x: 12, y: 18 }, shortName(name)), svg("text", { class: "rate quiet", x: 12, y: 36 }));
 
 const createEdge = () => svg("a", {}, svg("title"), svg("path", { class: "flow" }), svg("path", { class: "tip" }),
   svg("g", { class: "note" }, svg("path"), svg("text", { class: "label", x: 12, y: 4 })));
@@ -271,13 +308,24 @@ const createEdge = () => svg("a", {}, svg("title"), svg("path", { class: "flow" 
 // From the right of a node to the left of another one.
 function ends({ from, to }) {
   const [one, other] = [layout.positions.get(from), layout.positions.get(to)];
-  return [one.x + NODE.width, one.y + NODE.height / 2, other.x - 8, other.y + NODE.height / 2];
+  return [one.x + layout.box, one.y + NODE.height / 2, other.x - 8, other.y + NODE.height / 2];
 }
 
 function curve(edge) {
   const [x1, y1, x2, y2] = ends(edge);
-  const bend = x2 > x1 ? (x2 - x1) / 2 : 90;
-  return `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`;
+  const places = (layout.places.get(`${edge.from} ${edge.to}`) ?? []).map((place) => layout.positions.get(place));
+  let [path, x, y] = [`M${x1} ${y1}`, x1, y1];
+  const bendTo = (toX, toY) => {
+    const bend = toX > x ? (toX - x) / 2 : 90;
+    path += `C${x + bend} ${y} ${toX - bend} ${toY} ${toX} ${toY}`;
+  };
+  for (const place of places) {
+    bendTo(place.x, place.y + LINE / 2);
+    path += `h${layout.box}`;
+    [x, y] = [place.x + layout.box, place.y + LINE / 2];
+  }
+  bendTo(x2, y2);
+  return path;
 }
 
 function renderEdge(node, edge, away, above) {
@@ -289,7 +337,7 @@ function renderEdge(node, edge, away, above) {
   setText(title, text);
   set(flow, { d: curve(edge), "stroke-width": 1.5 + Math.min(5, Math.log10(1 + (edge.requests_per_second ?? 0)) * 2) });
   set(tip, { d: `M${x2 + 6} ${y2}l-10 -6v12z` });
-  set(note, { transform: `translate(${x2 - NODE.columnGap + 24} ${y2 - 14 - above * 15})`, visibility: above === null ? "hidden" : null });
+  set(note, { transform: `translate(${x2 - NODE.columnGap + 16} ${y2 - 14 - above * 15})`, visibility: above === null ? "hidden" : null });
   const closed = edge.mutual_tls === 1;
   set(note.children[0], { class: closed ? "lock" : "lock open", d: `M-4 0h9v7h-9zM-2 0v-3a2.5 2.5 0 0 1 5 0${closed ? "v3" : ""}` });
   setText(note.children[1], isTcp(edge) ? `${edge.connections} TCP` : `${perSecond(edge)}/s ${milliseconds(edge.p95_ms)} ms${bad ? " ✕ " + percent(1 - edge.success) : ""}`);

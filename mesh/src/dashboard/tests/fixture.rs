@@ -64,6 +64,33 @@ impl Fake {
         ])
     }
 
+    /// One with calls over several columns, a long name, and long labels.
+    pub fn long() -> Self {
+        Self::new(&[
+            ("", "shop/web", 12_345, 50, false, 9),
+            ("shop/web", "shop/cart", 12_345, 99, true, 9),
+            (
+                "shop/cart",
+                "shop/recommendations-for-customers-eu",
+                12_345,
+                50,
+                true,
+                9,
+            ),
+            (
+                "shop/recommendations-for-customers-eu",
+                "pay/ledger",
+                5,
+                0,
+                true,
+                3,
+            ),
+            ("shop/web", "pay/ledger", 5, 0, true, 3),
+            ("", "pay/ledger", 5, 0, false, 3),
+            ("shop/cart", "pay/ledger", 5, 0, true, 3),
+        ])
+    }
+
     /// 200 workloads of 10 namespaces, one of which calls a Service with a hostile name.
     pub fn large() -> Self {
         let name = |number: usize| format!("team-{}/service-{number}", number % 10);

@@ -373,3 +373,46 @@ async fn page_is_readable_in_light_and_dark() {
     })
     .await;
 }
+
+/// What is wrong in the graph: lines behind nodes, and texts that are longer than their place.
+const HIDDEN: &str = "(() => {
+    const nodes = [...document.querySelectorAll('.node')].map((node) => {
+        const { e: x, f: y } = node.transform.baseVal.consolidate().matrix;
+        const { width, height } = node.firstChild.getBBox();
+        return { node, x, y, width, height };
+    });
+    const label = (node) => node.getAttribute('aria-label');
+    const texts = nodes.flatMap(({ node, width }) => [...node.querySelectorAll('text')].filter((text) => {
+        const { x, width: length } = text.getBBox();
+        return x + length > width || text.textContent.includes('…');
+    }).map((text) => `cut: ${text.textContent}`));
+    const lines = [...document.querySelectorAll('.edge')].flatMap((edge) => {
+        const path = edge.querySelector('.flow');
+        const end = path.getPointAtLength(path.getTotalLength());
+        const note = edge.querySelector('.note');
+        const { e: at } = note.transform.baseVal.consolidate().matrix;
+        const { x, width } = note.querySelector('.label').getBBox();
+        const hidden = nodes.filter((node) => {
+            for (let length = 0; length < path.getTotalLength(); length += 2) {
+                const point = path.getPointAtLength(length);
+                const inside = (value, from, size) => value > from + 1 && value < from + size - 1;
+                if (inside(point.x, node.x, node.width) && inside(point.y, node.y, node.height)) return true;
+            }
+        });
+        return [...hidden.map(({ node }) => `${label(edge)} behind ${label(node)}`),
+            ...(at + x + width > end.x ? [`label cut: ${label(edge)}`] : [])];
+    });
+    return [...texts, ...lines].join('\\n');
+})()";
+
+#[tokio::test]
+async fn graph_hides_no_line_and_cuts_no_label() {
+    with_page(Fake::long(), async |browser, url, _| {
+        browser.open(url).await;
+        browser
+            .wait("document.querySelectorAll('.edge').length === 7")
+            .await;
+        assert_eq!(browser.value(HIDDEN).await, "");
+    })
+    .await;
+}

@@ -466,3 +466,24 @@ async fn endpoints_that_are_removed_while_they_are_dialed_count_for_no_attempt()
         }
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn slow_attempt_leaves_the_next_ones_their_share_of_the_time_to_connect() {
+    let (flow, _) = flow_to(9, BackendPolicy::default()).await;
+    let mut attempts = new(&flow, &flow.destination, AttemptSettings::default());
+    for seconds in [2, 3] {
+        let attempt = attempts.begin(&flow).unwrap();
+        assert_eq!(attempt.connect_timeout, Duration::from_secs(1));
+        tokio::time::advance(Duration::from_secs(seconds)).await;
+        let error = AttemptError {
+            failure: Failure::UpstreamOverloaded(attempt.endpoint.address),
+            retry: Retry::OtherEndpoint,
+        };
+        assert!(matches!(
+            attempt.next(error, &flow, || true),
+            Step::Retry(..)
+        ));
+    }
+    let attempt = attempts.begin(&flow).unwrap();
+    assert_eq!(attempt.connect_timeout, Duration::from_secs(1));
+}
