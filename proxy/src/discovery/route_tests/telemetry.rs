@@ -647,7 +647,7 @@ fn flood_of_an_unauthenticated_client_costs_others_no_span_while_the_collector_h
         .await;
         let flood: usize = (collector.spans().iter())
             .filter(|span| attribute(span, "url.path").as_deref() == Some("/flood"))
-            .map(|span| prost::Message::encoded_len(span))
+            .map(prost::Message::encoded_len)
             .sum();
         // A batch, and a quarter of the memory.
         assert!(flood < MIB * 3 / 4, "{flood}");
