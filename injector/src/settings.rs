@@ -97,7 +97,7 @@ pub struct Flag {
 }
 
 /// All settings.
-pub static SETTINGS: [Setting; 21] = [
+pub static SETTINGS: [Setting; 22] = [
     Setting {
         annotation: INBOUND,
         values: "`permissive` (default), `strict`",
@@ -149,6 +149,19 @@ pub static SETTINGS: [Setting; 21] = [
         description: "whether [rules about paths](#authorization-policies) match plain paths only",
         flag: None,
         read: |settings, value| set(&mut settings.proxy.plain_paths, boolean(value)),
+    },
+    Setting {
+        annotation: "diy-service-mesh/egress-private-names",
+        values: "`\"true\"` (default), `\"false\"`",
+        description: "whether a name that a [policy of egress](#egress) allows may lead to a private address",
+        flag: flag("egress-private-names", "EGRESS_PRIVATE_NAMES", "true"),
+        read: |settings, value| {
+            let allowed = boolean(value);
+            set(
+                &mut settings.proxy.refuse_private_names,
+                allowed.map(|yes| !yes),
+            )
+        },
     },
     Setting {
         annotation: "diy-service-mesh/observe-edges",
@@ -485,6 +498,7 @@ mod tests {
             INBOUND: "Strict ", named("skip-inbound-ports"): " 25, 9000 - 9100",
             named("skip-outbound-ports"): "3306", OUTBOUND_UDP: " DNS", named("opaque-ports"): "5432",
             named("allow-connect"): " True", named("plain-paths"): "true", named("observe-edges"): "false",
+            named("egress-private-names"): "False",
             named("max-connection-age"): " 30m ",
             named("dump"): "Full", named("dump-format"): "JSON",
             named("proxy-cpu-request"): "0.5", named("proxy-cpu-limit"): "2",
@@ -504,6 +518,7 @@ mod tests {
                 opaque_ports: ports("5432"),
                 allow_connect: true,
                 plain_paths: true,
+                refuse_private_names: true,
                 hide_edges: true,
                 verify_redirect: false,
                 max_connection_age: Some(1800),

@@ -25,6 +25,9 @@ pub struct Settings {
     /// Whether rules of AuthorizationPolicies about paths match plain paths only.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub plain_paths: bool,
+    /// Whether a name that a policy allows leads to no private address.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub refuse_private_names: bool,
     /// Whether the proxy reports nothing about what the pod is called by.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub hide_edges: bool,
@@ -75,6 +78,7 @@ impl Settings {
             drain: number("--drain-seconds=").unwrap_or_default(),
             allow_connect: flags.clone().any(|flag| flag == "--allow-connect"),
             plain_paths: flags.clone().any(|flag| flag == "--plain-paths"),
+            refuse_private_names: flags.clone().any(|flag| flag == "--refuse-private-names"),
             hide_edges: flags.clone().any(|flag| flag == "--hide-edges"),
             verify_redirect: flags.any(|flag| flag == "--verify-redirect"),
         }
@@ -121,6 +125,7 @@ impl Settings {
         let switches = [
             (self.allow_connect, "--allow-connect"),
             (self.plain_paths, "--plain-paths"),
+            (self.refuse_private_names, "--refuse-private-names"),
             (self.hide_edges, "--hide-edges"),
             (self.verify_redirect, "--verify-redirect"),
         ];
@@ -204,6 +209,7 @@ mod tests {
             opaque_ports: "25,9000-9100".parse().unwrap(),
             allow_connect: true,
             plain_paths: true,
+            refuse_private_names: true,
             hide_edges: true,
             verify_redirect: true,
             max_connection_age: Some(1800),
@@ -220,7 +226,7 @@ mod tests {
         let argument = settings().argument();
         let arguments = ["--admin-port=4001", &argument];
         assert_eq!(Settings::of_arguments(arguments.into_iter()), settings());
-        let json = "{\"strict\":true,\"opaquePorts\":\"25,9000-9100\",\"allowConnect\":true,\"plainPaths\":true,\"hideEdges\":true,\"verifyRedirect\":true,";
+        let json = "{\"strict\":true,\"opaquePorts\":\"25,9000-9100\",\"allowConnect\":true,\"plainPaths\":true,\"refusePrivateNames\":true,\"hideEdges\":true,\"verifyRedirect\":true,";
         assert!(
             argument.starts_with(&format!("--settings={json}")),
             "{argument}"
@@ -263,6 +269,7 @@ mod tests {
             "--drain-seconds=20",
             "--allow-connect",
             "--plain-paths",
+            "--refuse-private-names",
             "--hide-edges",
             "--verify-redirect",
             "--workers=2",

@@ -67,6 +67,10 @@ pub struct Config {
     /// Let rules of AuthorizationPolicies about paths match plain paths only
     #[arg(long)]
     plain_paths: bool,
+    /// Refuse private addresses of names that policies of egress allow, unless a block allows the
+    /// address
+    #[arg(long)]
+    pub refuse_private_names: bool,
     /// Report to the controller neither what the pod is called by and calls, nor its traffic
     #[arg(long)]
     pub hide_edges: bool,

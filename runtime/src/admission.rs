@@ -283,6 +283,11 @@ impl<K: Clone + Eq + Hash> Slot<K> {
         .await
     }
 
+    /// Wakes a task when the connection has to end, for work without a task of its own.
+    pub fn wake_on_end(&self, task: Waker) {
+        *lock(&self.entry.task) = Some(task);
+    }
+
     /// Moves the connection with its bytes to another holder. Needs no slot.
     pub fn reassign(&self, path: &[K]) {
         let mut tree = self.admission.tree();

@@ -51,6 +51,7 @@ injector:
   resources: {requests: {cpu: 20m, memory: 32Mi}, limits: {memory: 1Gi}}
   log: warn
   logFormat: json
+egress: {privateNames: false}
 proxy: {observeEdges: false, dump: "off", log: "info,diy_mesh_proxy=debug", logFormat: json, drain: 1m,
   cpuRequest: 20m, cpuLimit: "1", memoryRequest: 32Mi, memoryLimit: none}
 guaranteed: {cpu: "1", memory: 128Mi}

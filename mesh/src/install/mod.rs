@@ -44,7 +44,7 @@ const TEXTS: [(&str, &str, &str); 6] = [
 const IMAGE: &str = "IMAGE_TO_DEPLOY_PROXY";
 
 /// The values of a Deployment: in a field of its pods, or in a variable of its first container.
-const FIELDS: [(&str, &str, &str); 26] = [
+const FIELDS: [(&str, &str, &str); 27] = [
     ("controller.replicas", "controller", "/spec/replicas"),
     ("controller.resources", "controller", RESOURCES),
     (
@@ -68,6 +68,7 @@ const FIELDS: [(&str, &str, &str); 26] = [
     ("injector.resources", "injector", RESOURCES),
     ("injector.log", "injector", "LOG"),
     ("injector.logFormat", "injector", "LOG_FORMAT"),
+    ("egress.privateNames", "injector", "EGRESS_PRIVATE_NAMES"),
     ("proxy.observeEdges", "injector", "PROXY_OBSERVE_EDGES"),
     ("proxy.dump", "injector", "PROXY_DUMP"),
     ("proxy.log", "injector", "PROXY_LOG"),

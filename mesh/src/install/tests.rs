@@ -72,6 +72,7 @@ fn values_are_at_all_of_their_places() {
         "controller.certificateLife=3600",
         "controller.resources.limits.memory=null",
         "controller.resources.requests.cpu=2",
+        "egress.privateNames=false",
         "proxy.observeEdges=false",
         "proxy.dump=off",
     ]);
@@ -107,10 +108,9 @@ fn values_are_at_all_of_their_places() {
     );
     let init = "registry.example.com/mesh/diy-sm-proxy-init:1.0-iptables";
     assert_eq!(injector["initContainers"][1]["image"], init);
-    assert_eq!(
-        variable(&injector["containers"][0], "PROXY_OBSERVE_EDGES"),
-        "false"
-    );
+    for name in ["EGRESS_PRIVATE_NAMES", "PROXY_OBSERVE_EDGES"] {
+        assert_eq!(variable(&injector["containers"][0], name), "false");
+    }
     assert_eq!(variable(&injector["containers"][0], "PROXY_DUMP"), "off");
     assert_eq!(
         variable(&injector["containers"][0], "TRUST_DOMAIN"),

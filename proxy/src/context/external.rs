@@ -88,12 +88,13 @@ pub(crate) async fn resolve(
             (before.collect(), Some(reason))
         }
     };
-    let endpoints = usable(worker, host, addresses).await;
-    if endpoints.is_empty() && reason.is_none() {
-        let local = "its addresses are local or of the cluster: no name leads there, \
-                     but a block of addresses in a policy may";
-        reason = Some(local.to_owned());
-    }
+    let endpoints = match usable(worker, host, addresses).await {
+        Ok(endpoints) => endpoints,
+        Err(refusal) => {
+            reason.get_or_insert_with(|| format!("its addresses are {refusal}"));
+            vec![]
+        }
+    };
     if let Some(reason) = &reason
         && worker.warnings.should_log(Instant::now())
     {
@@ -130,11 +131,12 @@ fn endpoint(
 }
 
 /// The addresses to which the name may lead, sorted: those that the policies allow, if there are any.
+/// Fails if all are refused.
 async fn usable(
     worker: &Rc<Worker>,
     host: &ExternalHost,
     mut addresses: Vec<IpAddr>,
-) -> Vec<SocketAddr> {
+) -> Result<Vec<SocketAddr>, Refusal> {
     addresses.sort_unstable();
     addresses.dedup();
     let mut judged = JoinSet::new();
@@ -144,10 +146,19 @@ async fn usable(
             let backend = backend_at(&worker, address).await?;
             // A block may contain pods and Services. Their endpoints may be meshed: only discovery
             // knows how to connect to them.
-            backend.outside().map(|_| address)
+            backend.outside().map(|_| address).ok_or(Refusal::Local)
         });
     }
-    let mut usable: Vec<_> = judged.join_all().await.into_iter().flatten().collect();
+    let (mut usable, mut refusal) = (Vec::new(), None);
+    for judged in judged.join_all().await {
+        match judged {
+            Ok(address) => usable.push(address),
+            Err(other) => refusal = refusal.max(Some(other)),
+        }
+    }
+    if let Some(refusal) = refusal.filter(|_| usable.is_empty()) {
+        return Err(refusal);
+    }
     usable.sort_unstable();
     let policy = worker.policy();
     let is_allowed = |address: &SocketAddr| {
@@ -160,37 +171,52 @@ async fn usable(
     if usable.iter().any(is_allowed) {
         usable.retain(is_allowed);
     }
-    usable
+    Ok(usable)
+}
+
+/// Why a name does not lead to one of its addresses. One with a setting is the greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub enum Refusal {
+    /// The address is of the machine or the cluster.
+    #[error(
+        "local or of the cluster: no name leads there, but a block of addresses in a policy may"
+    )]
+    Local,
+    /// The address is private, and the setting of the pod refuses those.
+    #[error(
+        "private: with egress.privateNames=false no name leads there, but a block of addresses in a \
+         policy may"
+    )]
+    Private,
 }
 
 /// The backend of an address that a name has. A name must not lead to local addresses or into the
-/// cluster: whoever answers for it could choose any address there. A block of addresses may.
-pub async fn backend_at(worker: &Worker, address: SocketAddr) -> Option<Rc<Backend>> {
-    let backend = if is_local(address.ip()) {
-        None
+/// cluster, nor to private ones with a setting: whoever answers for it could choose any address
+/// there. A block of addresses may.
+pub async fn backend_at(worker: &Worker, address: SocketAddr) -> Result<Rc<Backend>, Refusal> {
+    let is_private = is_private(address.ip());
+    let refusal = if is_local(address.ip()) {
+        Refusal::Local
+    } else if is_private && worker.config.refuse_private_names {
+        Refusal::Private
     } else {
-        Some(worker.destinations.get_or_watch(address).await)
-    };
-    let is_outside = backend.as_ref().is_some_and(|backend| {
+        let backend = worker.destinations.get_or_watch(address).await;
         let place = backend.outside().map(|_| backend.place());
         match place {
-            Some(Place::Outside) => true,
+            Some(Place::Outside) => return Ok(backend),
             // The controller has not answered.
-            Some(Place::Unanswered) => !is_private(address.ip()),
-            Some(Place::Node) | None => false,
+            Some(Place::Unanswered) if !is_private => return Ok(backend),
+            Some(Place::Unanswered | Place::Node) | None => Refusal::Local,
         }
-    });
-    if is_outside {
-        return backend;
-    }
+    };
     let is_in_block = {
         let policy = worker.policy();
         let egress = policy.egress.as_ref();
         egress.is_some_and(|egress| egress.allows_address(address))
     };
     if is_in_block {
-        Some(worker.destinations.get_or_watch(address).await)
+        Ok(worker.destinations.get_or_watch(address).await)
     } else {
-        None
+        Err(refusal)
     }
 }

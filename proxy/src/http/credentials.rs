@@ -110,3 +110,25 @@ pub fn field_value(claim: &Value) -> Option<HeaderValue> {
         .ok()
         .filter(|_| is_whole)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_of_a_field_are_replaced_whatever_the_spelling_of_its_name_is() {
+        let names: PolicyFields = ["X-User", "x-level"].map(Arc::from).into();
+        let mut credentials = Credentials::new(&names);
+        let value = |text| HeaderValue::from_static(text);
+        credentials.set(&"x-user".into(), vec![value("ada")]);
+        credentials.set(&"X_USER".into(), vec![value("eve"), value("bob")]);
+        let fields = [
+            PolicyField("X_USER".into(), Some(value("eve"))),
+            PolicyField("X_USER".into(), Some(value("bob"))),
+            PolicyField("x-level".into(), None),
+        ];
+        assert_eq!(credentials.fields, fields);
+        credentials.set(&"X-LEVEL".into(), vec![]);
+        assert_eq!(credentials.fields[2], PolicyField("X-LEVEL".into(), None));
+    }
+}

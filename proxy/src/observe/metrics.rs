@@ -187,7 +187,7 @@ impl Metrics {
         let spans_dropped = register(
             r,
             "spans_dropped",
-            "Spans that exceeded the bound of a second or of the queue, or that the collector did not take",
+            "Spans that exceeded the bound of a second, of the queue or of the memory, or that the collector did not take",
         );
         let start_time: Gauge<f64, AtomicU64> = register(
             r,

@@ -2,8 +2,12 @@
 //! (`serve/trace.rs`). Names and attributes are those of OpenTelemetry's semantic conventions 1.45.0.
 
 use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
+use std::cmp::Reverse;
+use std::collections::{HashMap, VecDeque};
+use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Wake, Waker};
 use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_proto::otlp::any_value::Value;
@@ -16,7 +20,7 @@ use prost::Message;
 use tokio::sync::Notify;
 
 use crate::http::trace_context::SpanContext;
-use crate::limits::memory::Holder;
+use crate::limits::memory::{Charge, ConnectionSlot, Holder};
 
 /// New spans of a proxy in a second.
 const MAX_SPANS_PER_SECOND: u64 = 100;
@@ -25,10 +29,12 @@ const MAX_UNTRUSTED_PER_SECOND: u64 = 50;
 /// Spans of a worker that wait, and their bytes.
 const MAX_QUEUED: usize = 2048;
 const MAX_QUEUED_BYTES: usize = 1024 * 1024;
-/// The memory of an attribute besides its text.
+/// The memory of a span and of an attribute, besides their texts.
+const SPAN_BYTES: usize = 512;
 const ATTRIBUTE_BYTES: usize = 128;
-/// Spans that are sent together.
-pub const MAX_BATCH: usize = 512;
+/// Spans that are sent together, and their bytes.
+const MAX_BATCH: usize = 512;
+const MAX_BATCH_BYTES: usize = 256 * 1024;
 /// The time after which fewer are sent.
 const BATCH_INTERVAL: Duration = Duration::from_secs(5);
 /// The path of exports.
@@ -166,104 +172,149 @@ fn attribute(key: &str, value: Value) -> KeyValue {
     }
 }
 
-/// The spans of a worker that wait for the exporter.
+/// The memory of a span with this name and these attributes.
+pub fn size(name: &str, attributes: &[KeyValue]) -> usize {
+    let attribute = |one: &KeyValue| one.encoded_len() + ATTRIBUTE_BYTES;
+    SPAN_BYTES + name.len() + attributes.iter().map(attribute).sum::<usize>()
+}
+
+/// The spans of a worker that wait for the exporter. Each is charged to its client.
 #[derive(Debug, Default)]
 pub struct SpanQueue {
     spans: RefCell<VecDeque<Queued>>,
     bytes: Cell<usize>,
     added: Notify,
+    ended: Arc<Ended>,
 }
 
 /// A span that waits.
 #[derive(Debug)]
 struct Queued {
-    /// The group of its client.
-    holder: Holder,
-    bytes: usize,
+    /// The client, after its groups.
+    holders: Vec<Holder>,
+    memory: Charge,
     span: Span,
 }
 
+/// Notified when a client of spans that wait has to give way.
+#[derive(Debug, Default)]
+struct Ended(Notify);
+
+impl Wake for Ended {
+    fn wake(self: Arc<Self>) {
+        self.0.notify_one();
+    }
+}
+
 impl SpanQueue {
-    /// Adds a span of a client. If there is no room, the oldest span of the group of clients that
-    /// holds most gives way, and is counted.
-    pub fn add(&self, span: Span, client: Holder, budget: &SpanBudget) {
-        let bytes = span.encoded_len() + span.attributes.len() * ATTRIBUTE_BYTES;
+    /// Adds a span of a client with a connection. If the client has no memory left, the span is
+    /// dropped. If the queue is full, the client whose spans have most bytes loses its oldest one,
+    /// within the group whose spans have most. Both are counted.
+    pub fn add(&self, span: Span, client: Holder, slot: &ConnectionSlot, budget: &SpanBudget) {
+        let slot = slot.beside();
+        slot.wake_on_end(Waker::from(self.ended.clone()));
+        let mut memory = Charge::new(Rc::new(slot));
+        if !memory.try_grow(size(&span.name, &span.attributes)) {
+            budget.dropped.inc();
+            return;
+        }
         let mut spans = self.spans.borrow_mut();
+        self.bytes.set(self.bytes.get() + memory.amount());
         spans.push_back(Queued {
-            holder: group(client),
-            bytes,
+            holders: client.path(),
+            memory,
             span,
         });
-        self.bytes.set(self.bytes.get() + bytes);
         while spans.len() > MAX_QUEUED || self.bytes.get() > MAX_QUEUED_BYTES {
             let oldest = oldest_of_largest(&spans);
-            let evicted = spans.remove(oldest);
-            self.release(evicted.as_ref());
+            self.release(spans.remove(oldest));
             budget.dropped.inc();
         }
-        if spans.len() == 1 || spans.len() >= MAX_BATCH {
+        let is_first = spans.len() == 1;
+        drop(spans);
+        if is_first || self.is_full() {
             self.added.notify_one();
         }
     }
 
     /// The next batch. Waits until it is full, or its first span has waited.
     pub async fn next(&self) -> Vec<Span> {
-        self.wait_for(1).await;
-        let full = self.wait_for(MAX_BATCH);
+        while self.spans.borrow().is_empty() {
+            self.added.notified().await;
+        }
+        let full = async {
+            while !self.is_full() {
+                self.added.notified().await;
+            }
+        };
         // After that time, it has fewer.
         let _ = tokio::time::timeout(BATCH_INTERVAL, full).await;
         self.take()
     }
 
-    async fn wait_for(&self, count: usize) {
-        while self.spans.borrow().len() < count {
-            self.added.notified().await;
-        }
+    fn is_full(&self) -> bool {
+        self.spans.borrow().len() >= MAX_BATCH || self.bytes.get() >= MAX_BATCH_BYTES
     }
 
     /// What waits, at most a batch.
     pub fn take(&self) -> Vec<Span> {
-        let mut spans = self.spans.borrow_mut();
-        let count = spans.len().min(MAX_BATCH);
-        let taken = spans.drain(..count);
-        let taken = taken.inspect(|queued| self.release(Some(queued)));
-        taken.map(|queued| queued.span).collect()
-    }
-
-    fn release(&self, queued: Option<&Queued>) {
-        let bytes = queued.map_or(0, |queued| queued.bytes);
-        self.bytes.set(self.bytes.get().saturating_sub(bytes));
-    }
-}
-
-/// The namespace of a client, or all clients without an identity, or the application.
-fn group(client: Holder) -> Holder {
-    let mut path = client.path();
-    path.truncate(2);
-    path.pop().unwrap_or(Holder::App)
-}
-
-/// The oldest span of the group whose spans have most bytes.
-fn oldest_of_largest(spans: &VecDeque<Queued>) -> usize {
-    // Each group with its oldest span and the bytes of all.
-    let mut held: Vec<(&Holder, usize, usize)> = vec![];
-    for (at, queued) in spans.iter().enumerate() {
-        match held
-            .iter_mut()
-            .find(|(holder, ..)| **holder == queued.holder)
+        let (mut spans, mut taken, mut bytes) = (self.spans.borrow_mut(), vec![], 0);
+        while taken.len() < MAX_BATCH
+            && bytes < MAX_BATCH_BYTES
+            && let Some(first) = spans.pop_front()
         {
-            Some((.., bytes)) => *bytes += queued.bytes,
-            None => held.push((&queued.holder, at, queued.bytes)),
+            bytes += first.memory.amount();
+            taken.extend(self.release(Some(first)));
+        }
+        taken
+    }
+
+    /// Drops the spans of clients that have to give way, and counts them.
+    pub async fn evict(&self, budget: &SpanBudget) {
+        loop {
+            self.ended.0.notified().await;
+            self.spans.borrow_mut().retain(|queued| {
+                let is_ended = queued.memory.slot().is_ended();
+                if is_ended {
+                    self.bytes.set(self.bytes.get() - queued.memory.amount());
+                    budget.dropped.inc();
+                }
+                !is_ended
+            });
         }
     }
-    let largest = held.iter().max_by_key(|(.., bytes)| *bytes);
-    largest.map_or(0, |(_, oldest, _)| *oldest)
+
+    fn release(&self, queued: Option<Queued>) -> Option<Span> {
+        let Queued { memory, span, .. } = queued?;
+        self.bytes.set(self.bytes.get() - memory.amount());
+        Some(span)
+    }
+}
+
+/// The oldest span of the holder whose spans have most bytes, at each level.
+fn oldest_of_largest(spans: &VecDeque<Queued>) -> usize {
+    let mut candidates: Vec<usize> = (0..spans.len()).collect();
+    for level in 0.. {
+        // Each holder with the bytes of its spans, and its oldest one.
+        let mut held: HashMap<&Holder, (usize, Reverse<usize>)> = HashMap::new();
+        for at in &candidates {
+            if let Some(holder) = spans[*at].holders.get(level) {
+                held.entry(holder).or_insert((0, Reverse(*at))).0 += spans[*at].memory.amount();
+            }
+        }
+        let Some((largest, _)) = held.into_iter().max_by_key(|(_, held)| *held) else {
+            break;
+        };
+        candidates.retain(|at| spans[*at].holders.get(level) == Some(largest));
+    }
+    candidates.first().copied().unwrap_or(0)
 }
 
 #[cfg(test)]
 mod tests {
     use diy_mesh_proto::mesh::v1 as proto;
     use diy_mesh_proto::telemetry::Telemetry;
+    use diy_mesh_runtime::admission::Admission;
 
     use super::*;
 
@@ -362,40 +413,146 @@ mod tests {
         Span::default()
     }
 
-    #[test]
-    fn spans_of_one_group_of_clients_displace_none_of_others() {
-        let budget = SpanBudget::new(Counter::default(), Instant::now());
-        let queue = SpanQueue::default();
-        let large = |name: &str| Span {
+    /// A span of 40 kB.
+    fn large(name: &str) -> Span {
+        Span {
             name: name.to_owned(),
             attributes: vec![text("header", "x".repeat(40_000))],
             ..Span::default()
-        };
-        queue.add(large("app"), Holder::App, &budget);
-        for last in 0..100 {
-            let client = Holder::Plaintext([10, 0, 0, last].into());
-            queue.add(large(&last.to_string()), client, &budget);
         }
-        assert!(queue.bytes.get() <= MAX_QUEUED_BYTES);
-        let names: Vec<_> = queue.take().into_iter().map(|span| span.name).collect();
-        assert_eq!((names.len(), &*names[0], &*names[1]), (26, "app", "75"));
-        assert_eq!((budget.dropped.get(), queue.bytes.get()), (75, 0));
+    }
+
+    fn address(last: u8) -> Holder {
+        Holder::Plaintext([10, 0, 0, last].into())
+    }
+
+    /// A queue, and clients with so much memory.
+    struct Clients {
+        queue: SpanQueue,
+        budget: SpanBudget,
+        admission: Arc<Admission<Holder>>,
+    }
+
+    impl Clients {
+        fn new(bytes: usize) -> Self {
+            let admission = Admission::new(1000);
+            admission.resize(1000, bytes);
+            Self {
+                queue: SpanQueue::default(),
+                budget: SpanBudget::new(Counter::default(), Instant::now()),
+                admission,
+            }
+        }
+
+        /// Adds a span of a client whose connection ends.
+        fn add(&self, span: Span, client: Holder) {
+            let slot = self.admission.admit(&client.clone().path()).unwrap();
+            self.queue.add(span, client, &slot, &self.budget);
+        }
+
+        fn dropped(&self) -> u64 {
+            self.budget.dropped.get()
+        }
+
+        fn take_names(&self) -> Vec<String> {
+            let batches = std::iter::repeat_with(|| self.queue.take());
+            let spans = batches.take_while(|batch| !batch.is_empty()).flatten();
+            spans.map(|span| span.name).collect()
+        }
+    }
+
+    #[test]
+    fn spans_of_one_group_of_clients_displace_none_of_others() {
+        let clients = Clients::new(1 << 30);
+        clients.add(large("app"), Holder::App);
+        for last in 0..100 {
+            clients.add(large(&format!("{last:02}")), address(last));
+        }
+        assert!(clients.queue.bytes.get() <= MAX_QUEUED_BYTES);
+        let used = clients.admission.used_bytes(&[]);
+        assert_eq!(used, clients.queue.bytes.get());
+        let names = clients.take_names();
+        assert_eq!((names.len(), &*names[0], &*names[1]), (25, "app", "76"));
+        assert_eq!((clients.dropped(), clients.queue.bytes.get()), (76, 0));
+        assert_eq!(clients.admission.used_bytes(&[]), 0);
+    }
+
+    #[test]
+    fn spans_of_one_client_displace_none_of_others_of_the_same_group() {
+        let clients = Clients::new(1 << 30);
+        clients.add(large("other"), address(2));
+        for _ in 0..100 {
+            clients.add(large("flood"), address(1));
+        }
+        clients.add(large("later"), address(3));
+        let names = clients.take_names();
+        assert_eq!((&*names[0], &*names[names.len() - 1]), ("other", "later"));
+    }
+
+    #[test]
+    fn client_without_a_share_of_the_memory_loses_its_own_spans() {
+        let clients = Clients::new(1024 * 1024);
+        clients.add(large("other"), address(2));
+        for _ in 0..100 {
+            clients.add(large("flood"), address(1));
+        }
+        // A quarter of the memory is for whoever is first.
+        let used = clients.admission.used_bytes(&[]);
+        assert!(used <= 1024 * 1024 / 4 + 41_000, "{used}");
+        let dropped = clients.dropped();
+        clients.add(large("later"), address(3));
+        assert_eq!(clients.dropped(), dropped);
+        let names = clients.take_names();
+        let flood = names.iter().filter(|name| *name == "flood").count();
+        assert_eq!((flood as u64 + dropped, names.len()), (100, flood + 2));
+        assert!(flood < 10, "{flood}");
+    }
+
+    #[tokio::test]
+    async fn spans_end_before_connections_when_the_memory_is_needed() {
+        let clients = Clients::new(1024 * 1024);
+        for _ in 0..5 {
+            clients.add(large("span"), address(1));
+        }
+        let connection = Rc::new(clients.admission.admit(&address(1).path()).unwrap());
+        connection.touch();
+        let mut memory = Charge::new(connection.clone());
+        memory.hold(1000).unwrap();
+        clients.admission.resize(1000, 64 * 1024);
+        let evicted = async {
+            while clients.dropped() < 4 {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            () = clients.queue.evict(&clients.budget) => {}
+            () = evicted => {}
+        }
+        assert!(!connection.is_ended());
+        let used = clients.admission.used_bytes(&[]);
+        assert_eq!(used, clients.queue.bytes.get() + 1000);
+        assert_eq!(clients.take_names(), ["span"]);
+        assert_eq!(clients.admission.used_bytes(&[]), 1000);
     }
 
     #[tokio::test(start_paused = true)]
     async fn batches_are_full_or_have_waited_and_the_queue_is_bounded() {
-        let budget = SpanBudget::new(Counter::default(), Instant::now());
-        let queue = SpanQueue::default();
+        let clients = Clients::new(1 << 30);
+        let queue = &clients.queue;
         let began = tokio::time::Instant::now();
-        queue.add(span(), Holder::App, &budget);
+        clients.add(span(), Holder::App);
         assert_eq!(queue.next().await.len(), 1);
         assert_eq!(began.elapsed(), BATCH_INTERVAL);
-        (0..3000).for_each(|_| queue.add(span(), Holder::App, &budget));
-        assert_eq!(budget.dropped.get(), 3000 - MAX_QUEUED as u64);
+        (0..3000).for_each(|_| clients.add(span(), Holder::App));
+        assert_eq!(clients.dropped(), 3000 - MAX_QUEUED as u64);
         for _ in 0..4 {
             assert_eq!(queue.next().await.len(), MAX_BATCH);
         }
-        assert_eq!(began.elapsed(), BATCH_INTERVAL);
         assert!(queue.take().is_empty());
+        for _ in 0..10 {
+            clients.add(large("one"), Holder::App);
+        }
+        assert_eq!(queue.next().await.len(), 7, "256 KiB");
+        assert_eq!(began.elapsed(), BATCH_INTERVAL);
     }
 }

@@ -139,10 +139,8 @@ async fn resolve(
 async fn judge(flow: &Flow, egress: &Egress, to: &Outside) -> Result<Rc<Backend>, Failure> {
     egress.judge(to)?;
     let backend = external::backend_at(&flow.worker, to.address).await;
-    backend.ok_or_else(|| Failure::EgressDenied {
+    backend.map_err(|refusal| Failure::EgressDenied {
         destination: to.to_string(),
-        reason: "the address, which is local or of the cluster: no name leads there, \
-                 but a block of addresses may"
-            .to_owned(),
+        reason: format!("the address, which is {refusal}"),
     })
 }

@@ -27,7 +27,7 @@ use crate::serve::call::{Call, CallHead};
 
 /// The time for a batch.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(10);
-/// The time for the last one.
+/// The time for the last ones.
 const LAST_TIMEOUT: Duration = Duration::from_secs(1);
 /// The length of the body of an answer.
 const MAX_ANSWER: usize = 4096;
@@ -35,17 +35,25 @@ const SCHEMA: &str = "https://opentelemetry.io/schemas/1.45.0";
 
 /// Exports the spans of a worker until it is dropped.
 pub async fn export(worker: Rc<Worker>) {
-    loop {
-        let spans = worker.spans.next().await;
-        send_or_count(&worker, spans, EXPORT_TIMEOUT).await;
-    }
+    let exporting = async {
+        loop {
+            let spans = worker.spans.next().await;
+            send_or_count(&worker, spans, EXPORT_TIMEOUT).await;
+        }
+    };
+    tokio::join!(exporting, worker.spans.evict(&worker.metrics.spans));
 }
 
 /// Exports what is left when the proxy ends.
 pub async fn export_last(worker: &Rc<Worker>) {
-    let spans = worker.spans.take();
-    if !spans.is_empty() {
-        send_or_count(worker, spans, LAST_TIMEOUT).await;
+    let end = Instant::now() + LAST_TIMEOUT;
+    loop {
+        let spans = worker.spans.take();
+        if spans.is_empty() {
+            return;
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        send_or_count(worker, spans, left).await;
     }
 }
 

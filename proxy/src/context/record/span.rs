@@ -15,8 +15,9 @@ use crate::http::trace_context::SpanContext;
 use crate::http::view::RequestView;
 use crate::inbound::policy::Caller;
 use crate::labels::{self, OTHER_VALUE};
+use crate::limits::memory::Charge;
 use crate::observe::dump::mask;
-use crate::observe::trace::{EXPORT_PATH, Started, number, text};
+use crate::observe::trace::{EXPORT_PATH, Started, number, size, text};
 use crate::upstream::balance::Backend;
 
 /// The length of the values of clients in attributes.
@@ -26,10 +27,11 @@ pub(super) struct RequestSpan {
     started: Started,
     name: String,
     attributes: Vec<KeyValue>,
+    memory: Charge,
 }
 
 impl RequestSpan {
-    /// The span of a request that begins now, if it is sampled.
+    /// The span of a request that begins now, if it is sampled and its client has memory left.
     fn new(
         tracing: &Tracing,
         parent: Option<SpanContext>,
@@ -51,10 +53,15 @@ impl RequestSpan {
             started,
             name: String::new(),
             attributes: vec![],
+            memory: flow.charge(),
         };
         span.add_request(flow, request);
         span.add_custom(tracing, request);
-        Some(span)
+        let is_left = span.memory.try_grow(size(&span.name, &span.attributes));
+        if !is_left {
+            worker.metrics.spans.dropped.inc();
+        }
+        is_left.then_some(span)
     }
 
     fn add_request(&mut self, flow: &Flow, request: &RequestView<'_>) {
@@ -133,6 +140,7 @@ impl ExchangeRecord {
             started,
             name,
             mut attributes,
+            memory,
         } = span;
         let (status, grpc) = (
             self.ended.status.map(|status| status.as_u16()),
@@ -154,8 +162,10 @@ impl ExchangeRecord {
         let (worker, duration) = (&self.flow.worker, self.ended.started.elapsed());
         let trace_id = started.own.trace_id();
         let span = started.finish(name, kind, attributes, !error.is_empty(), duration);
-        let client = self.flow.holder();
-        worker.spans.add(span, client, &worker.metrics.spans);
+        // From now on, the queue charges the client.
+        drop(memory);
+        let (client, slot) = (self.flow.holder(), &self.flow.slot);
+        worker.spans.add(span, client, slot, &worker.metrics.spans);
         trace_id
     }
 
@@ -224,12 +234,9 @@ fn server(flow: &Flow, request: &RequestView<'_>) -> (String, u16) {
     }
 }
 
-/// At most [`MAX_TEXT_BYTES`] of text. A byte that is not of UTF-8 becomes three.
+/// At most [`MAX_TEXT_BYTES`] of text, without spare capacity. A byte that is not of UTF-8 becomes
+/// three.
 fn bounded(bytes: &[u8]) -> String {
-    let bytes = &bytes[..bytes.len().min(MAX_TEXT_BYTES)];
-    let mut text = String::from_utf8_lossy(bytes).into_owned();
-    while text.len() > MAX_TEXT_BYTES {
-        text.pop();
-    }
-    text
+    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_TEXT_BYTES)]);
+    text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned()
 }

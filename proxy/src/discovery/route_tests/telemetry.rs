@@ -14,6 +14,7 @@ use std::sync::Mutex;
 use super::pod::Pod;
 use super::*;
 use crate::http::trace_context::SpanContext;
+use crate::limits::memory::Memory;
 use crate::observe::dump::{DumpConfig, Dumps, Format, Mode};
 use crate::serve::trace;
 
@@ -187,14 +188,18 @@ fn telemetry_that_the_proxy_does_not_know_is_rejected() {
     });
 }
 
+const MIB: usize = 1024 * 1024;
 const COLLECTOR: &str = "o11y/otel:4317";
 const SHOP: &str = "shop/web:80";
 const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 const SPAN: &str = "b7ad6b7169203331";
 
-/// A collector that keeps what it gets.
+/// A collector that keeps what it gets. It answers while the lock is free.
 #[derive(Clone, Default)]
-struct Collector(Arc<Mutex<Vec<ExportTraceServiceRequest>>>);
+struct Collector(
+    Arc<Mutex<Vec<ExportTraceServiceRequest>>>,
+    Arc<tokio::sync::Mutex<()>>,
+);
 
 #[tonic::async_trait]
 impl TraceService for Collector {
@@ -203,6 +208,7 @@ impl TraceService for Collector {
         request: tonic::Request<ExportTraceServiceRequest>,
     ) -> Result<tonic::Response<ExportTraceServiceResponse>, tonic::Status> {
         self.0.lock().unwrap().push(request.into_inner());
+        let _answers = self.1.lock().await;
         Ok(tonic::Response::new(ExportTraceServiceResponse {}))
     }
 }
@@ -584,5 +590,67 @@ fn collector_that_is_away_harms_no_request_and_the_bound_holds() {
             page.contains("diy_mesh_proxy_spans_dropped_total 150\n"),
             "{page}"
         );
+    });
+}
+
+#[test]
+fn flood_of_an_unauthenticated_client_costs_others_no_span_while_the_collector_hangs() {
+    on_worker(async {
+        let ((app, _), collector) = (app("web").await, Collector::default());
+        let hanging = collector.1.clone().lock_owned().await;
+        let mesh = mesh(Some(collector.start().await), app).await;
+        let mut telemetry = tracing(100);
+        let header = |number| proto::TraceAttribute {
+            name: format!("attribute-{number}"),
+            value: Some(proto::trace_attribute::Value::Header(format!("x-{number}"))),
+        };
+        telemetry.tracing.as_mut().unwrap().attributes = (0..16).map(header).collect();
+        let mut pod = Pod::with(app, |context| WorkerContext {
+            discovery: Discovery {
+                policy: context.discovery.policy.clone(),
+                ..mesh.discovery.clone()
+            },
+            memory: Memory::of_bytes(2 * MIB, 1),
+            ..context
+        });
+        assert_eq!(pod.tell(telemetry).await, "");
+        tokio::task::spawn_local(trace::export(pod.worker.clone()));
+        let value = "x".repeat(1500);
+        let fields: String = (0..16).map(|n| format!("x-{n}: {value}\r\n")).collect();
+        let flood = async |count| {
+            for _ in 0..count {
+                let response = get(pod.connect(None).await, "/flood", &fields).await;
+                assert!(response.starts_with("HTTP/1.1 200"), "{response}");
+            }
+        };
+        // A full batch is on its way.
+        flood(20).await;
+        until(|| !collector.spans().is_empty()).await;
+        flood(40).await;
+        assert!(
+            get(pod.connect(Some("a")).await, "/other", "")
+                .await
+                .starts_with("HTTP/1.1 200")
+        );
+        flood(20).await;
+        let held = pod.worker.admission.used_bytes(&[]);
+        assert!(held <= 2 * MIB / 2, "{held}");
+        drop(hanging);
+        until(|| {
+            let worker = pod.worker.clone();
+            tokio::task::spawn_local(async move { trace::export_last(&worker).await });
+            let spans = collector.spans();
+            spans
+                .iter()
+                .any(|span| attribute(span, "url.path").as_deref() == Some("/other"))
+        })
+        .await;
+        let flood: usize = (collector.spans().iter())
+            .filter(|span| attribute(span, "url.path").as_deref() == Some("/flood"))
+            .map(prost::Message::encoded_len)
+            .sum();
+        // A batch, and a quarter of the memory.
+        assert!(flood < MIB * 3 / 4, "{flood}");
+        assert!(pod.worker.metrics.spans.dropped.get() > 0);
     });
 }

@@ -188,12 +188,20 @@ impl Pod {
         policy: Arc<Policy>,
         discovery: impl FnOnce(watch::Receiver<Option<Arc<Policy>>>) -> Discovery,
     ) -> Self {
+        Self::with_arguments("", policy, discovery).await
+    }
+
+    async fn with_arguments(
+        arguments: &str,
+        policy: Arc<Policy>,
+        discovery: impl FnOnce(watch::Receiver<Option<Arc<Policy>>>) -> Discovery,
+    ) -> Self {
         let dialed = Server::new("127.0.0.1:0", "").await;
         let named = Server::new(&format!("127.0.0.2:{}", dialed.address.port()), "").await;
         let (sender, receiver) = watch::channel(Some(policy));
         let mut worker = Worker::new(WorkerContext {
             discovery: discovery(receiver),
-            ..WorkerContext::for_a_test("")
+            ..WorkerContext::for_a_test(arguments)
         });
         let names = Names::default();
         names.set(NAME, &[named.address.ip()]);

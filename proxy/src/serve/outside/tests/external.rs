@@ -474,6 +474,15 @@ async fn pod_of_cluster(
     known: Vec<(&'static str, Target)>,
     service: Option<SocketAddr>,
 ) -> Pod {
+    pod_with_arguments("", policy, known, service).await
+}
+
+async fn pod_with_arguments(
+    arguments: &str,
+    policy: Arc<Policy>,
+    known: Vec<(&'static str, Target)>,
+    service: Option<SocketAddr>,
+) -> Pod {
     let discovery = |policy| {
         let (discovery, mut questions) = Discovery::by_hand_with(policy);
         tokio::task::spawn_local(async move {
@@ -504,7 +513,50 @@ async fn pod_of_cluster(
         });
         discovery
     };
-    Pod::with(policy, discovery).await
+    Pod::with_arguments(arguments, policy, discovery).await
+}
+
+#[test]
+fn no_name_leads_to_private_addresses_if_the_setting_refuses_them_and_no_block_allows_them() {
+    const REFUSE: &str = " --refuse-private-names";
+    on_worker(async {
+        let outside = || Target {
+            place: Place::Outside,
+            ..Target::default()
+        };
+        for (ip, arguments, destinations, is_allowed) in [
+            ("10.0.0.1", "", &[HOST][..], true),
+            ("10.0.0.1", REFUSE, &[HOST], false),
+            ("100.64.0.1", REFUSE, &[HOST], false),
+            ("10.0.0.1", REFUSE, &[HOST, "10.0.0.0/8"], true),
+            ("10.0.0.1", REFUSE, &[HOST, "11.0.0.0/8"], false),
+            ("45.51.100.1", REFUSE, &[HOST], true),
+        ] {
+            let known = vec![(ip, outside()), ("127.0.0.1", outside())];
+            let policy = allow(destinations);
+            let pod = pod_with_arguments(arguments, policy, known, None).await;
+            pod.set_addresses(&[ip]);
+            let case = format!("{ip} {arguments} {destinations:?}");
+            // The application dials another address of the name.
+            let dialed = pod.dialed.address;
+            let mut backend = pod.worker.destinations.get_or_watch(dialed).await;
+            let flow = pod.flow(dialed, backend.clone());
+            let mut permit = flow.authorize_connection().unwrap();
+            let found = find(&flow, Some(HOST.to_owned()), &mut backend, &mut permit).await;
+            // A route has the host as its backend.
+            let target = external::resolve(&pod.worker, &host(80, None), &[]).await;
+            assert_eq!(target.endpoints.len(), usize::from(is_allowed), "{case}");
+            assert_eq!(found.is_ok(), is_allowed, "{case}");
+            if !is_allowed {
+                let told = [found.unwrap_err().to_string(), format!("{:?}", target.kind)];
+                for text in told {
+                    let expected = "private: with egress.privateNames=false no name leads there, \
+                                    but a block of addresses in a policy may";
+                    assert!(text.contains(expected), "{text}");
+                }
+            }
+        }
+    });
 }
 
 #[test]
