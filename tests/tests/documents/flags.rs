@@ -67,11 +67,13 @@ fn add<'a>(name: String, command: &'a Command, to: &mut BTreeMap<String, &'a Com
 /// The table of a program's flags.
 fn program(rows: &[Row]) -> String {
     let has_environment = rows.iter().any(|row| !row.environment.is_empty());
-    let line =
-        |name: &str, environment: &str, default: &str, description: &str| match has_environment {
-            true => table_row(&[name, environment, default, description]),
-            false => table_row(&[name, default, description]),
-        };
+    let line = |name: &str, environment: &str, default: &str, description: &str| {
+        if has_environment {
+            table_row(&[name, environment, default, description])
+        } else {
+            table_row(&[name, default, description])
+        }
+    };
     let mut text = line("flag", "environment", "default", "description");
     text += &line("---", "---", "---", "---").replace(' ', "");
     for row in rows {
