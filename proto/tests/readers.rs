@@ -1,6 +1,7 @@
-//! What libraries of Node.js, Python, Go and Java read from paths, compared with the readings that
-//! authorization judges. The programs are in `proto/tests/readers`. `UPDATE_READERS=1` writes the table of
-//! the first paths, which the unit tests of the readings use.
+//! What libraries of Node.js, Python, Go, Java and PHP, nginx, and Tomcat's rules read from paths,
+//! compared with the readings that authorization judges. The programs are in `proto/tests/readers`.
+//! `UPDATE_READERS=1` writes the table of the first paths, which the unit tests of the readings
+//! use.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -8,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use diy_mesh_proto::authorization::other_readings;
-use diy_mesh_testkit::skip;
+use diy_mesh_testkit::has_program;
 
 const PROGRAMS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/readers");
 /// The generated paths, and those of them in the table.
@@ -78,6 +79,10 @@ fn generate() -> Vec<String> {
 
 /// What each reader makes of each path, as NAME=PATH. None where a reader is missing.
 fn run_readers(paths: &[String]) -> Option<Vec<Vec<String>>> {
+    let programs = ["node", "python3", "go", "java", "php", "nginx"];
+    if !programs.into_iter().all(has_program) {
+        return None;
+    }
     let input = Path::new(env!("CARGO_TARGET_TMPDIR")).join("paths");
     fs::write(&input, paths.join("\n") + "\n").expect("the paths are written");
     let mut all = vec![vec![]; paths.len()];
@@ -86,14 +91,14 @@ fn run_readers(paths: &[String]) -> Option<Vec<Vec<String>>> {
         &["python3", "reader.py"],
         &["go", "run", "reader.go"],
         &["java", "Reader.java"],
+        &["php", "reader.php"],
+        &["python3", "nginx.py"],
     ] {
         let stdin = File::open(&input).expect("the paths are readable");
         let mut program = Command::new(command[0]);
         program.args(&command[1..]).current_dir(PROGRAMS);
-        let Ok(output) = program.stdin(stdin).stderr(Stdio::inherit()).output() else {
-            skip(format!("{} is not installed", command[0]));
-            return None;
-        };
+        let output = program.stdin(stdin).stderr(Stdio::inherit()).output();
+        let output = output.expect("the program starts");
         assert!(output.status.success(), "{command:?} failed");
         let output = String::from_utf8(output.stdout).expect("readings are UTF-8");
         let lines: Vec<_> = output.lines().collect();
