@@ -54,7 +54,9 @@ pub fn parse(text: &str, trust_domain: &str) -> Result<Parsed, ManifestError> {
             document: document_number,
             reason,
         };
-        let object = Value::deserialize(document).map_err(|error| match error.location() {
+        // A value of YAML has each key once.
+        let read = serde_yaml_ng::Value::deserialize(document);
+        let object = read.map_err(|error| match error.location() {
             None => within(error.to_string()),
             Some(location) => ManifestError::At {
                 line: location.line().min(text.lines().count().max(1)),
@@ -62,6 +64,7 @@ pub fn parse(text: &str, trust_domain: &str) -> Result<Parsed, ManifestError> {
                 reason: without_position(&error),
             },
         })?;
+        let object = serde_json::to_value(object).map_err(|error| within(error.to_string()))?;
         // A document with comments only is null.
         if object.is_null() {
             continue;
@@ -213,6 +216,16 @@ mod tests {
         };
         assert_eq!(line, 5);
         assert!(column > 0 && !reason.is_empty(), "{column} {reason}");
+    }
+
+    #[test]
+    fn refuses_a_key_that_is_repeated() {
+        let text = "apiVersion: v1\nkind: Service\nmetadata: {name: web}\nspec:\n  clusterIP: 10.0.0.1\n  clusterIP: 10.0.0.2\n";
+        let error = parse(text, "cluster.local").unwrap_err().to_string();
+        assert!(
+            error.contains("duplicate entry with key \"clusterIP\""),
+            "{error}"
+        );
     }
 
     #[test]
