@@ -3,6 +3,7 @@
 use clap::ValueEnum;
 
 use crate::records::Implementation;
+use crate::server::{CLIENT_FIRST_PORT, HTTP_PORT, SERVER_FIRST_PORT, TWO_WRITES_PORT};
 
 /// Configuration under test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
@@ -142,6 +143,39 @@ impl Payload {
     }
 }
 
+/// The first messages of a new connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exchange {
+    /// A request of HTTP/1.1, and a response.
+    Http1,
+    /// Such a request to a server that writes head and body of the response separately.
+    TwoWrites,
+    /// Binary bytes of the client, as of a database's client, and the server's answer.
+    ClientFirst,
+    /// Binary bytes of the server.
+    ServerFirst,
+}
+
+impl Exchange {
+    /// The port of the server.
+    pub fn server_port(self) -> u16 {
+        match self {
+            Exchange::Http1 => HTTP_PORT,
+            Exchange::TwoWrites => TWO_WRITES_PORT,
+            Exchange::ClientFirst => CLIENT_FIRST_PORT,
+            Exchange::ServerFirst => SERVER_FIRST_PORT,
+        }
+    }
+
+    /// The port of the Service.
+    pub fn service_port(self) -> u16 {
+        match self {
+            Exchange::Http1 => 80,
+            other => other.server_port(),
+        }
+    }
+}
+
 /// Kind of measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -165,12 +199,13 @@ pub enum Kind {
         /// Connections, used round robin.
         connections: u32,
     },
-    /// Requests at a constant rate on new connections, to a server that writes head and body
-    /// separately.
-    TwoWrites {
-        /// Requests per second.
+    /// New connections at a constant rate, each with its first messages.
+    FirstAnswer {
+        /// The messages.
+        exchange: Exchange,
+        /// Connections per second.
         rate: u32,
-        /// Threads that send them, round robin.
+        /// Threads that open them, round robin.
         clients: u32,
     },
     /// New connections with one request each.
@@ -210,7 +245,7 @@ impl Kind {
     pub fn is_measured_on(self, side: Side) -> bool {
         let has_one_end = matches!(side, Side::MeshClient | Side::MeshServer);
         match self {
-            Kind::TwoWrites { .. } => has_one_end || matches!(side, Side::Direct | Side::Mesh),
+            Kind::FirstAnswer { .. } => has_one_end || matches!(side, Side::Direct | Side::Mesh),
             kind if kind.is_mesh_only() => side == Side::Mesh,
             _ => !has_one_end,
         }
@@ -382,6 +417,14 @@ const fn routed(routes: Routes) -> Kind {
     })
 }
 
+const fn first_answer(exchange: Exchange) -> Kind {
+    Kind::FirstAnswer {
+        exchange,
+        rate: 100,
+        clients: 8,
+    }
+}
+
 /// All cases in running order. `start` is first: it restarts the proxies.
 pub const CASES: &[Case] = &[
     Case {
@@ -483,10 +526,25 @@ pub const CASES: &[Case] = &[
     Case {
         name: "two-writes",
         title: "Head and body in two writes, 100 new connections/s",
-        kind: Kind::TwoWrites {
-            rate: 100,
-            clients: 8,
-        },
+        kind: first_answer(Exchange::TwoWrites),
+        goals: &[],
+    },
+    Case {
+        name: "first-http1",
+        title: "HTTP/1.1, 100 new connections/s",
+        kind: first_answer(Exchange::Http1),
+        goals: &[],
+    },
+    Case {
+        name: "first-client",
+        title: "TCP, client first, 100 new connections/s",
+        kind: first_answer(Exchange::ClientFirst),
+        goals: &[],
+    },
+    Case {
+        name: "first-server",
+        title: "TCP, server first, 100 new connections/s",
+        kind: first_answer(Exchange::ServerFirst),
         goals: &[],
     },
     Case {

@@ -27,7 +27,7 @@ pub fn measure(case: &Case, running: &mut Running, window: Window) -> Result<Num
         Kind::Start { idle_connections } => start(running, idle_connections),
         Kind::Destinations { number } => destinations(running, number),
         Kind::Tcp(payload) => tcp(running, window, payload),
-        Kind::Latency { .. } | Kind::TwoWrites { .. } => latency(case.kind, running, window),
+        Kind::Latency { .. } | Kind::FirstAnswer { .. } => latency(case.kind, running, window),
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window),
         Kind::Certificates { .. } | Kind::Records(_) => unreachable!("standalone case"),
     };
@@ -53,7 +53,7 @@ pub fn load_only(case: &Case, running: &Running, window: Window) -> Result<()> {
             all.try_for_each(load::one_request)
         }),
         Kind::Tcp(payload) => tcp(running, window, payload).map(drop),
-        Kind::Latency { .. } | Kind::TwoWrites { .. } => {
+        Kind::Latency { .. } | Kind::FirstAnswer { .. } => {
             latency(case.kind, running, window).map(drop)
         }
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window).map(drop),
@@ -153,9 +153,13 @@ fn latency(kind: Kind, running: &Running, window: Window) -> Result<Numbers> {
         Kind::Latency { rate, connections } => {
             (running.http(), Rate::on_connections(rate, connections))
         }
-        Kind::TwoWrites { rate, clients } => (
-            running.two_writes(),
-            Rate::on_new_connections(rate, clients),
+        Kind::FirstAnswer {
+            exchange,
+            rate,
+            clients,
+        } => (
+            running.address(exchange.service_port(), exchange.server_port()),
+            Rate::on_new_connections(exchange, rate, clients),
         ),
         _ => unreachable!("measured elsewhere"),
     };

@@ -1,6 +1,6 @@
 //! Origin server: answers every request with the same 1 kB over HTTP/1.1, HTTP/2 or gRPC on one
-//! port, over HTTP/1.1 with separate writes of head and body on another, and discards bytes on a
-//! third. It ignores the content of requests, to use little CPU time.
+//! port, over HTTP/1.1 with separate writes of head and body on another, speaks second or first on two
+//! others, and discards bytes on the last. It ignores the content of requests, to use little CPU time.
 
 use std::{
     collections::VecDeque,
@@ -33,6 +33,10 @@ use crate::{
 pub const HTTP_PORT: u16 = 8080;
 /// Port of HTTP/1.1 with two writes for each response, and without TCP_NODELAY.
 pub const TWO_WRITES_PORT: u16 = 8082;
+/// Port on which the client speaks first: each piece of its bytes gets one byte.
+pub const CLIENT_FIRST_PORT: u16 = 8083;
+/// Port on which the server speaks first: it sends one line.
+pub const SERVER_FIRST_PORT: u16 = 8084;
 /// Port of the byte sink.
 pub const SINK_PORT: u16 = 9000;
 /// Body length of every response.
@@ -86,6 +90,12 @@ fn run(received: Arc<AtomicU64>, ready: &mpsc::Sender<Result<()>>) {
         let two_writes = TcpListener::bind((Ipv4Addr::UNSPECIFIED, TWO_WRITES_PORT))
             .await
             .context("listen for HTTP with two writes")?;
+        let client_first = TcpListener::bind((Ipv4Addr::UNSPECIFIED, CLIENT_FIRST_PORT))
+            .await
+            .context("listen for clients that speak first")?;
+        let server_first = TcpListener::bind((Ipv4Addr::UNSPECIFIED, SERVER_FIRST_PORT))
+            .await
+            .context("listen for clients that wait")?;
         let sink = TcpListener::bind((Ipv4Addr::UNSPECIFIED, SINK_PORT))
             .await
             .context("listen for bytes")?;
@@ -95,6 +105,9 @@ fn run(received: Arc<AtomicU64>, ready: &mpsc::Sender<Result<()>>) {
             accept(http, |stream| _ = task::spawn_local(serve(stream))),
             accept(two_writes, |stream| _ =
                 task::spawn_local(serve_http1(stream, Vec::new(), true))),
+            accept(client_first, |stream| _ =
+                task::spawn_local(answer_bytes(stream))),
+            accept(server_first, |stream| _ = task::spawn_local(greet(stream))),
             accept(sink, |stream| _ =
                 task::spawn_local(receive_bytes(stream, received.clone()))),
         );
@@ -206,6 +219,22 @@ async fn serve_http2(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()
             return Ok(());
         }
     }
+}
+
+async fn answer_bytes(mut stream: TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let mut buffer = [0; 4096];
+    while stream.read(&mut buffer).await? > 0 {
+        stream.write_all(b"N").await?;
+    }
+    Ok(())
+}
+
+async fn greet(mut stream: TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.write_all(b"220 bench-origin\r\n").await?;
+    // Until the client closes the connection.
+    stream.read_u8().await.map(drop)
 }
 
 async fn receive_bytes(mut stream: TcpStream, received: Arc<AtomicU64>) -> io::Result<()> {

@@ -84,7 +84,7 @@ fn processes_end(namespaces: &NamespaceSet) -> Result<()> {
 
 fn main_metric(case: &Case) -> Metric {
     match case.kind {
-        Kind::Latency { .. } | Kind::TwoWrites { .. } => Metric::LatencyP50,
+        Kind::Latency { .. } | Kind::FirstAnswer { .. } => Metric::LatencyP50,
         Kind::Tcp(_) => Metric::Gigabits,
         _ => Metric::Requests,
     }

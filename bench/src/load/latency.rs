@@ -12,6 +12,10 @@ use anyhow::{Context, Result, anyhow, ensure};
 use nix::sys::prctl::set_timerslack;
 
 use super::{Tally, Window, http1};
+use crate::cases::Exchange;
+
+/// The first message of clients of PostgreSQL (Frontend/Backend Protocol, SSLRequest).
+const SSL_REQUEST: &[u8] = &[0, 0, 0, 8, 0x04, 0xd2, 0x16, 0x2f];
 
 /// A constant rate of requests.
 #[derive(Clone, Copy)]
@@ -20,8 +24,8 @@ pub struct Rate {
     per_second: u32,
     /// One thread each, round robin.
     clients: u32,
-    /// Each request has a connection of its own, which counts as a part of its latency.
-    reconnects: bool,
+    /// Each exchange has a connection of its own, which counts as a part of its latency.
+    new_connections: Option<Exchange>,
 }
 
 impl Rate {
@@ -30,16 +34,16 @@ impl Rate {
         Self {
             per_second,
             clients: connections,
-            reconnects: false,
+            new_connections: None,
         }
     }
 
-    /// On a new connection for each request, by so many threads.
-    pub fn on_new_connections(per_second: u32, clients: u32) -> Self {
+    /// On a new connection for each exchange, by so many threads.
+    pub fn on_new_connections(exchange: Exchange, per_second: u32, clients: u32) -> Self {
         Self {
             per_second,
             clients,
-            reconnects: true,
+            new_connections: Some(exchange),
         }
     }
 }
@@ -64,7 +68,7 @@ pub fn constant_rate<T>(
                 let schedule = Schedule {
                     first: start + step * turn,
                     step: step * rate.clients,
-                    reconnects: rate.reconnects,
+                    new_connections: rate.new_connections,
                     count_from,
                     end,
                 };
@@ -113,7 +117,7 @@ pub fn percentile(times: &[Duration], share: f64) -> Duration {
 struct Schedule {
     first: Instant,
     step: Duration,
-    reconnects: bool,
+    new_connections: Option<Exchange>,
     count_from: Instant,
     end: Instant,
 }
@@ -129,11 +133,20 @@ fn one_connection(target: SocketAddr, schedule: Schedule) -> Result<Vec<Duration
         let late = Instant::now() > due;
         sleep_until(due);
         let start = if late { due } else { Instant::now() };
-        if schedule.reconnects {
+        if schedule.new_connections.is_some() {
             stream = connect(target)?;
         }
-        stream.write_all(http1::REQUEST).context("send a request")?;
-        read_response(&mut stream, &mut input)?;
+        match schedule.new_connections {
+            None | Some(Exchange::Http1 | Exchange::TwoWrites) => {
+                stream.write_all(http1::REQUEST).context("send a request")?;
+                read_response(&mut stream, &mut input)?;
+            }
+            Some(Exchange::ClientFirst) => {
+                stream.write_all(SSL_REQUEST).context("send bytes")?;
+                read_answer(&mut stream)?;
+            }
+            Some(Exchange::ServerFirst) => read_answer(&mut stream)?,
+        }
         if due >= schedule.count_from {
             times.push(start.elapsed());
         }
@@ -149,6 +162,12 @@ fn connect(target: SocketAddr) -> Result<TcpStream> {
         .set_read_timeout(Some(Duration::from_secs(5)))
         .context("set a read timeout")?;
     Ok(stream)
+}
+
+fn read_answer(stream: &mut TcpStream) -> Result<()> {
+    let read = stream.read(&mut [0; 4096]).context("read an answer")?;
+    ensure!(read > 0, "connection closed before the answer");
+    Ok(())
 }
 
 fn read_response(stream: &mut TcpStream, input: &mut Vec<u8>) -> Result<()> {

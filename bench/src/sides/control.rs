@@ -19,7 +19,7 @@ use crate::{
         CLIENT, CLUSTER, ControlNetwork, NamespaceSet, PLAIN_CLUSTER, PLAIN_SERVER, Pair, SERVER,
     },
     process::{Meter, Process, Program},
-    server::{HTTP_PORT, SINK_PORT, TWO_WRITES_PORT},
+    server::{CLIENT_FIRST_PORT, HTTP_PORT, SERVER_FIRST_PORT, SINK_PORT, TWO_WRITES_PORT},
     tokens,
 };
 
@@ -234,8 +234,11 @@ fn objects(telemetry: bool) -> String {
     let mut ports = vec![
         ("http".to_string(), Routes::None.port(), HTTP_PORT),
         ("bytes".to_string(), SINK_PORT, SINK_PORT),
-        ("two-writes".to_string(), TWO_WRITES_PORT, TWO_WRITES_PORT),
     ];
+    ports.extend(
+        [TWO_WRITES_PORT, CLIENT_FIRST_PORT, SERVER_FIRST_PORT]
+            .map(|port| (format!("port-{port}"), port, port)),
+    );
     ports.extend(Routes::ALL.map(|routes| {
         let port = routes.port();
         (format!("http-{port}"), port, HTTP_PORT)

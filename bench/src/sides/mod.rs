@@ -24,7 +24,7 @@ use crate::{
     load,
     network::{CLUSTER, Namespace, NamespaceSet, PLAIN_CLUSTER, Pair, SERVER},
     process::{Meter, PROXY_UID, Process},
-    server::{HTTP_PORT, SINK_PORT, Server, TWO_WRITES_PORT},
+    server::{HTTP_PORT, SINK_PORT, Server},
 };
 
 const INBOUND_PORT: u16 = 4000;
@@ -114,18 +114,13 @@ impl Running {
         self.address(80, HTTP_PORT)
     }
 
-    /// Address for HTTP/1 requests whose responses have two writes.
-    pub fn two_writes(&self) -> SocketAddr {
-        self.address(TWO_WRITES_PORT, TWO_WRITES_PORT)
-    }
-
     /// Address of the byte sink.
     pub fn sink(&self) -> SocketAddr {
         self.address(SINK_PORT, SINK_PORT)
     }
 
     /// Address of a port of the Service, or of the server for a client without a proxy.
-    fn address(&self, service: u16, server: u16) -> SocketAddr {
+    pub fn address(&self, service: u16, server: u16) -> SocketAddr {
         match self.side {
             Side::Direct | Side::MeshServer => (SERVER, server).into(),
             Side::MeshClient => (PLAIN_CLUSTER, service).into(),
