@@ -276,6 +276,16 @@ mod tests {
     }
 
     #[test]
+    fn fields_in_a_lost_one_cost_nothing() {
+        // An annotation has up to 256 KiB. The paths of these fields would have 4 GB.
+        let inner: serde_json::Map<_, _> =
+            (0..30_000).map(|at| (at.to_string(), 1.into())).collect();
+        let applied = json!({"spec": {"x".repeat(128 * 1024): inner}}).to_string();
+        let lost = dropped(&applied, &json!({}));
+        assert_eq!(lost, [format!("spec.{}", "x".repeat(128 * 1024))]);
+    }
+
+    #[test]
     fn lost_fields_are_named_without_what_is_in_them() {
         let before = json!({"a": {"b": {"c": 1}}, "d": [{"e": 1}, {"f": {"g": 1}}], "h": null});
         let after = json!({"a": {}, "d": [{"e": 2}, {}], "i": 1});

@@ -27,8 +27,8 @@ pub struct Example {
 }
 
 impl Example {
-    /// Runs commands in place of those of the example, with bash in a directory and with the programs
-    /// of the repository. Returns a description of the failure.
+    /// Runs these commands, not the example's, with bash in a directory and with the programs of the
+    /// repository. Returns a description of the failure.
     pub fn failure_of(&self, script: &str, directory: &Path) -> Option<String> {
         // The target directory may be elsewhere.
         let folder = programs();

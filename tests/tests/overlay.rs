@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use diy_mesh_testkit::skip;
+use diy_mesh_testkit::has_program;
 use diy_mesh_tests::repository::{read, root};
 
 #[test]
@@ -46,11 +46,11 @@ fn render(folder: &Path) -> Result<Option<String>> {
         .context("docs/operations.md has no overlay")?
         .replace("resources: [manifests]", "resources: [../../manifests]");
     fs::write(folder.join("kustomization.yaml"), overlay)?;
-    let mut kubectl = Command::new("kubectl");
-    let Ok(output) = kubectl.arg("kustomize").arg(folder).output() else {
-        skip("kubectl is missing");
+    if !has_program("kubectl") {
         return Ok(None);
-    };
+    }
+    let mut kubectl = Command::new("kubectl");
+    let output = kubectl.arg("kustomize").arg(folder).output()?;
     let error = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "kubectl kustomize: {error}");
     Ok(Some(String::from_utf8(output.stdout)?))

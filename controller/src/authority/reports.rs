@@ -293,8 +293,7 @@ impl Liveness {
         (live, dead)
     }
 
-    /// Whether a replica runs. An unchanged report may be that of a replica that has stopped long
-    /// ago.
+    /// Whether a replica runs. A replica that has stopped long ago may have left an unchanged report.
     pub(super) fn is_certain(&self, name: &str) -> bool {
         self.0.get(name).is_some_and(Seen::is_certain)
     }

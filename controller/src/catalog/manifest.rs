@@ -48,14 +48,11 @@ pub struct Parsed {
 /// Parses a text. Identities are in the trust domain.
 pub fn parse(text: &str, trust_domain: &str) -> Result<Parsed, ManifestError> {
     let mut parsed = Parsed::default();
-    for (position, document) in serde_yaml_ng::Deserializer::from_str(text).enumerate() {
-        let document_number = position + 1;
-        let within = |reason| ManifestError::In {
-            document: document_number,
-            reason,
-        };
+    let documents = serde_yaml_ng::Deserializer::from_str(text);
+    for (document, content) in (1..).zip(documents) {
+        let within = |reason| ManifestError::In { document, reason };
         // A value of YAML has each key once.
-        let read = serde_yaml_ng::Value::deserialize(document);
+        let read = serde_yaml_ng::Value::deserialize(content);
         let object = read.map_err(|error| match error.location() {
             None => within(error.to_string()),
             Some(location) => ManifestError::At {
@@ -216,6 +213,21 @@ mod tests {
         };
         assert_eq!(line, 5);
         assert!(column > 0 && !reason.is_empty(), "{column} {reason}");
+    }
+
+    #[test]
+    fn refuses_aliases_that_repeat_each_other() {
+        let mut text =
+            "apiVersion: v1\nkind: Service\nmetadata: {name: web}\na0: &a0 [x]\n".to_owned();
+        for level in 1..30 {
+            let last = level - 1;
+            text += &format!(
+                "a{level}: &a{level} [{}]\n",
+                format!("*a{last},").repeat(10)
+            );
+        }
+        let error = parse(&text, "cluster.local").unwrap_err().to_string();
+        assert!(error.contains("repetition limit"), "{error}");
     }
 
     #[test]

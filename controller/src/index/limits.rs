@@ -159,8 +159,8 @@ impl Index {
         (all, limiting)
     }
 
-    /// The telemetry of a pod: that of the oldest Service that has some and selects it, or else that
-    /// of its namespace. And the Services whose telemetry it replaces.
+    /// The telemetry of a pod: the oldest Service with telemetry that selects the pod decides, or else
+    /// the namespace. And the Services whose telemetry has no effect.
     pub(super) fn telemetry(
         &self,
         namespace: &Arc<str>,

@@ -120,8 +120,7 @@ pub(super) fn policies(facts: &Facts) -> Findings<'_> {
     Ok(or_ok(warnings, text).into_iter().chain(note).collect())
 }
 
-/// The policies with a rule that has no condition, as the mesh says: those of which fields were
-/// dropped, and the others.
+/// The policies with the condition `AllowsAll`: policies with dropped fields, and the others.
 fn allowing_all(policies: &[Value]) -> (BTreeSet<String>, BTreeSet<String>) {
     let conditions = policies.iter().flat_map(|policy| {
         let of_all = current(policy).filter(|(_, one)| one["type"] == ALLOWS_ALL);

@@ -30,11 +30,11 @@ use crate::{
 #[command(
     after_help = "Listed are Services, routes, policies and the other objects that the mesh reads; Deployments, \
     StatefulSets and DaemonSets of meshed pods and of the mesh; and meshed pods with the restarts of their containers. \
-    The names in BY are those of field managers. Only the latest change by each manager is known, only \
+    BY names the field managers. Only the latest change by each manager is known, only \
     the latest restart of each container, and deleted objects are not seen.\n\n\
     Exit codes: 0 success, also if some kinds may not be listed, which are named; 2 error.\n\n\
     Examples:\n  mesh changes                     the changes of the last hour, newest first\n  \
-    mesh changes -n shop --since 24h those of a namespace, and of the policies of the mesh\n  \
+    mesh changes -n shop --since 24h the changes in a namespace, and of the policies of the mesh\n  \
     mesh changes -o json | jq '.changes[] | select(.kind == \"AuthorizationPolicy\")'"
 )]
 pub struct Arguments {
