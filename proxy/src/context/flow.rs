@@ -321,14 +321,13 @@ impl Flow {
         failure
     }
 
-    /// Step 5: the plan of a request.
-    pub fn plan(&self, request: RequestView<'_>) -> Plan {
-        let mut plan = self.plan_of_routes(request);
-        plan.credentials = self.worker.policy().credentials(self.client(), &request);
-        plan
+    /// What the policies of the pod read from a request. None: nothing.
+    pub fn credentials(&self, request: &RequestView<'_>) -> Option<Box<Credentials>> {
+        self.worker.policy().credentials(self.client(), request)
     }
 
-    fn plan_of_routes(&self, request: RequestView<'_>) -> Plan {
+    /// Step 5: the plan of a request.
+    pub fn plan(&self, request: RequestView<'_>) -> Plan {
         let Some(routes) = self.destination.routes() else {
             return Plan::default();
         };

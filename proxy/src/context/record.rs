@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use diy_mesh_model::code::Code;
 use diy_mesh_model::exchange::{ExchangeId, MESH_ERROR, Transfer};
-use http::StatusCode;
+use http::{HeaderValue, StatusCode};
 
 use crate::context::flow::Flow;
 use crate::error::Failure;
@@ -82,21 +82,22 @@ impl ExchangeRecord {
         self.ended.id
     }
 
-    /// The plan of the request, which goes to `backend`. `id` is that of the caller's proxy.
+    /// The plan of the request, which goes to `backend`. `id` is that of the caller's proxy. Returns
+    /// the `traceparent` of the proxy's span. None: the client's stays.
     pub fn plan(
         &mut self,
-        plan: &mut Plan,
+        plan: &Plan,
         backend: &Rc<Backend>,
         request: &RequestView<'_>,
         id: Option<ExchangeId>,
-    ) {
+    ) -> Option<Box<HeaderValue>> {
         self.ended.id = id.unwrap_or(self.ended.id);
-        plan.trace = self.begin_span(backend, request);
         if let Some(rule) = plan.rule() {
             let to = plan.backend().map(|to| to.name().clone());
             self.ended.rule = Some((rule.clone(), to));
             self.backend = Some(backend.clone());
         }
+        self.begin_span(backend, request)
     }
 
     /// A fault delays or aborts the request.

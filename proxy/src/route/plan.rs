@@ -6,14 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use diy_mesh_proto::mesh::v1::Mirror;
-use http::HeaderValue;
 
 use super::fault::Injection;
 use super::matching::Match;
 use super::session::{self, Session, Tag};
 use super::{Answer, BackendRef, Changes, RetryPolicy, Rule, Service, cors, url};
 use crate::error::{Failure, Limit};
-use crate::http::credentials::Credentials;
 use crate::http::edits::{Edits, MeshField};
 use crate::http::fields::FieldEdit;
 use crate::http::view::RequestView;
@@ -38,10 +36,6 @@ pub struct Plan {
     /// The backends that get a copy.
     mirrors: Vec<Arc<str>>,
     session: Option<Box<Session>>,
-    /// What the policies of the pod read from the request. None: nothing.
-    pub credentials: Option<Box<Credentials>>,
-    /// The `traceparent` of the proxy's span. None: that of the client stays.
-    pub trace: Option<Box<HeaderValue>>,
 }
 
 impl From<Answer> for Plan {
@@ -190,33 +184,21 @@ impl Plan {
         Some(self.applied()?.changes(self.backend))
     }
 
-    /// Sets fields that the application gets from an authorization server.
-    pub fn set_fields(&mut self, fields: Vec<(Arc<str>, Vec<HeaderValue>)>) {
-        let credentials = self.credentials.get_or_insert_default();
-        for (name, values) in fields {
-            credentials.set(&name, values);
+    /// The plan, if the request is forwarded, or the answer in place of a backend's response.
+    pub fn forwarded(self) -> Result<Self, Answer> {
+        match self.answer {
+            Some(answer) => Err(answer),
+            None => Ok(self),
         }
     }
 
-    /// Whether the request has a token, of which the application may get claims.
-    pub fn has_token(&self) -> bool {
-        let credentials = self.credentials.as_ref();
-        credentials.is_some_and(|credentials| credentials.token.is_some())
-    }
-
-    /// The changes of the request's head: `own`, those of the mesh, then those of the rule.
-    pub fn request_edits<'a>(&'a self, own: &'a [MeshField<'a>]) -> Edits<'a> {
-        let credentials = self.credentials.as_ref();
-        let edits = Edits {
-            policy: credentials.map_or(&[], |credentials| &credentials.fields),
-            trace: self.trace.as_deref(),
-            ..Edits::of(own)
-        };
-        self.changes().map_or(edits, |changes| Edits {
+    /// The changes of the request's head: `own`, by the mesh, then those of the rule.
+    pub fn request_edits<'a>(&'a self, own: Edits<'a>) -> Edits<'a> {
+        self.changes().map_or(own, |changes| Edits {
             route: [&changes.request, &[], &[]],
             host: changes.rewrite.as_ref().and_then(url::host),
             target: self.target.as_deref(),
-            ..edits
+            ..own
         })
     }
 

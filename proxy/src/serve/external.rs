@@ -23,20 +23,19 @@ use crate::limits::timeouts::TimeoutKind;
 use crate::route::Plan;
 use crate::secure::io::MAX_FILL;
 use crate::serve::call::{Call, CallHead};
-use crate::serve::filters::Client;
+use crate::serve::exchange::{Added, Protocol};
 
 /// The most bytes that are read of the body of an answer.
 const MAX_ANSWER: usize = 16 * 1024;
 
-/// Asks about a request, and adds the fields that the application gets to its plan. None if the client
-/// leaves.
+/// Asks about a request, and adds the fields that the application gets. None if the client leaves.
 pub async fn ask(
     authorizers: &[Arc<Authorizer>],
-    plan: &mut Plan,
+    (plan, added): (&Plan, &mut Added),
     request: &RequestView<'_>,
     deadline: Deadline,
     record: &mut ExchangeRecord,
-    client: &mut impl Client,
+    client: &mut impl Protocol,
 ) -> Result<Option<()>, Failure> {
     let flow = record.flow.clone();
     let identity = flow.worker.tls.identity();
@@ -44,7 +43,8 @@ pub async fn ask(
         let body = match authorizer.max_body {
             // The bytes after CONNECT are of a tunnel.
             max if max > 0 && request.method != b"CONNECT" => {
-                read_body(client, max, deadline, record).await?
+                let continues = request.expects_continue();
+                read_body(client, max, continues, deadline, record).await?
             }
             _ => Some(Body::default()),
         };
@@ -55,7 +55,7 @@ pub async fn ask(
         let subject = Subject {
             request,
             body: &body,
-            edits: plan.request_edits(&own),
+            edits: added.edits(plan, &own),
             client: flow.peer,
             caller: flow.caller.identity(),
             server: flow.original,
@@ -78,7 +78,7 @@ pub async fn ask(
             let decision = authorizer.decision(&answer);
             decision.map_err(|reason| failed(authorizer, reason))
         });
-        apply(decision, authorizer, plan, record)?;
+        apply(decision, authorizer, added, record)?;
     }
     Ok(Some(()))
 }
@@ -86,15 +86,16 @@ pub async fn ask(
 /// Reads what a server gets of the body. A client that does not send it in time is refused: neither
 /// the failure mode nor a part of the body may let its request pass. None if it leaves.
 async fn read_body(
-    client: &mut impl Client,
+    client: &mut impl Protocol,
     max: usize,
+    expects_continue: bool,
     deadline: Deadline,
     record: &mut ExchangeRecord,
 ) -> Result<Option<Body>, Failure> {
     let flow = record.flow.clone();
     let time = flow.worker.config.timeouts.request_head;
     let reading = pin!(async {
-        let read = timeout(time, client.read_body(max, record)).await;
+        let read = timeout(time, client.read_body(max, expects_continue, record)).await;
         read.unwrap_or_else(|_| {
             flow.count_timeout(TimeoutKind::RequestHead);
             Err(Failure::RequestTimeout)
@@ -167,7 +168,7 @@ fn failed(authorizer: &Authorizer, reason: String) -> Failure {
 fn apply(
     decision: Result<Decision, Failure>,
     authorizer: &Authorizer,
-    plan: &mut Plan,
+    added: &mut Added,
     record: &mut ExchangeRecord,
 ) -> Result<(), Failure> {
     let metrics = record.flow.worker.metrics.clone();
@@ -175,7 +176,7 @@ fn apply(
     match decision {
         Ok(Decision::Allowed(fields)) => {
             count(ExternalResult::Allowed);
-            plan.set_fields(fields);
+            added.set_fields(fields);
             Ok(())
         }
         Ok(Decision::Denied(reply)) => {

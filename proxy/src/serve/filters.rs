@@ -7,10 +7,8 @@
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::time::Instant;
-
-use bytes::Bytes;
 
 use crate::context::flow::{Allowed, Flow};
 use crate::context::record::ExchangeRecord;
@@ -21,61 +19,52 @@ use crate::http::view::RequestView;
 use crate::inbound::limit::{By, Stage, Taken};
 use crate::inbound::policy::Permit;
 use crate::limits::deadline::Deadline;
+use crate::route::Plan;
 use crate::route::fault::{FaultKind, Injection};
 use crate::route::matching::MatchInput;
-use crate::route::{Answer, Plan};
+use crate::serve::exchange::{Added, Exchange, Protocol};
 use crate::serve::{external, outside};
 use crate::upstream::balance::Backend;
 use diy_mesh_model::exchange::Direction;
 
-/// The client of a request that is not forwarded yet.
-pub trait Client {
-    /// Ready when it leaves.
-    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()>;
-
-    /// Reads until the body ends or is longer than `max` bytes. Returns all that was read, which is
-    /// kept for the application, or None if the client leaves.
-    async fn read_body(
-        &mut self,
-        max: usize,
-        record: &mut ExchangeRecord,
-    ) -> Result<Option<Bytes>, Failure>;
-}
-
 /// Whether the request may be forwarded. None if the client leaves in the meantime.
-pub async fn apply(
-    plan: &mut Plan,
-    request: &RequestView<'_>,
+pub async fn apply<P: Protocol>(
+    exchange: &mut Exchange<P>,
+    plan: &Plan,
     backend: &mut Rc<Backend>,
     deadline: Deadline,
-    record: &mut ExchangeRecord,
-    allowed: &mut Allowed,
-    client: &mut impl Client,
-) -> Option<Result<Permit, Answer>> {
-    let (mut permit, taken) = match authorize(plan, request, record, allowed) {
+) -> Option<Result<Permit, Failure>> {
+    let Exchange {
+        head,
+        client,
+        record,
+        allowed,
+        added,
+    } = exchange;
+    let request = &P::view(head);
+    let (mut permit, taken) = match authorize(added, request, record, allowed) {
         Ok(authorized) => authorized,
-        Err(failure) => return Some(Err(failure.into())),
+        Err(failure) => return Some(Err(failure)),
     };
     if record.flow.outside().is_some() || backend.external().is_some() {
-        // The host that a route sets is that of its owner.
+        // The host that a route sets is its owner's.
         let host = request.authority();
-        let host = host.filter(|_| plan.request_edits(&[]).host.is_none());
+        let host = host.filter(|_| plan.request_edits(Edits::default()).host.is_none());
         let name = host.and_then(name_of);
         let flow = record.flow.clone();
         // Boxed: most requests stay in the cluster.
         let found = Box::pin(outside::find(&flow, name, backend, &mut permit));
         match deadline.limit(pin!(async { Ok(found.await) })).await {
             Ok(Ok(denial)) => denial.iter().for_each(|denial| record.would_deny(denial)),
-            Ok(Err(failure)) => return Some(Err(failure.into())),
-            Err(limit) => return Some(Err(Failure::Timeout(limit).into())),
+            Ok(Err(failure)) => return Some(Err(failure)),
+            Err(limit) => return Some(Err(Failure::Timeout(limit))),
         }
     }
     if !allowed.authorizers.is_empty() {
-        let authorizers = &allowed.authorizers;
         // Boxed: most requests need no answer.
         let asked = Box::pin(external::ask(
-            authorizers,
-            plan,
+            &allowed.authorizers,
+            (plan, added),
             request,
             deadline,
             record,
@@ -89,32 +78,29 @@ pub async fn apply(
             }
             Err(failure) => {
                 taken.put_back_shared();
-                return Some(Err(failure.into()));
+                return Some(Err(failure));
             }
         }
     }
     record.allowed(request);
-    if let Some(denial) = record
-        .flow
-        .audit(Some(request), plan.credentials.as_deref())
-    {
+    let credentials = added.credentials.as_deref();
+    if let Some(denial) = record.flow.audit(Some(request), credentials) {
         record.would_deny(&denial);
     }
     if !plan.faults.is_empty() {
-        let faults = std::mem::take(&mut plan.faults);
         // Boxed: faults are for tests.
-        let injected = Box::pin(inject(faults, deadline, record, client)).await?;
+        let injected = Box::pin(inject(&plan.faults, deadline, record, client)).await?;
         if let Err(failure) = injected {
-            return Some(Err(failure.into()));
+            return Some(Err(failure));
         }
     }
-    Some(plan.answer.take().map_or(Ok(permit), Err))
+    Some(Ok(permit))
 }
 
 /// Authorizes a request by the policies of the pod and its limits: first what needs no token, then the
 /// limits of the caller, which protect the verification of tokens and the authorization servers.
 fn authorize(
-    plan: &mut Plan,
+    added: &mut Added,
     request: &RequestView<'_>,
     record: &ExchangeRecord,
     allowed: &mut Allowed,
@@ -122,10 +108,10 @@ fn authorize(
     let flow = &record.flow;
     let permit = flow.authorize_before_token(request)?;
     take(Stage::BeforeToken, flow, request)?;
-    if let Some(credentials) = &mut plan.credentials {
+    if let Some(credentials) = &mut added.credentials {
         flow.verify(credentials);
     }
-    let credentials = plan.credentials.as_deref();
+    let credentials = added.credentials.as_deref();
     let permit = match permit {
         Some(permit) => permit,
         None => flow.authorize_request(request, credentials)?,
@@ -169,16 +155,16 @@ fn take(stage: Stage, flow: &Flow, request: &RequestView<'_>) -> Result<Taken, F
 /// Delays the request until its deadline at most, and fails in place of a backend. None if the
 /// client leaves.
 async fn inject(
-    faults: Vec<Injection>,
+    faults: &[Injection],
     deadline: Deadline,
     record: &mut ExchangeRecord,
-    client: &mut impl Client,
+    client: &mut impl Protocol,
 ) -> Option<Result<(), Failure>> {
     let flow = record.flow.clone();
     for Injection { name, delay, abort } in faults {
-        let count = |kind| flow.worker.metrics.fault(kind, &name);
-        record.fault(&name, delay);
-        if let Some(delay) = delay {
+        let count = |kind| flow.worker.metrics.fault(kind, name);
+        record.fault(name, *delay);
+        if let Some(delay) = *delay {
             count(FaultKind::Delay);
             let delayed = pin!(async {
                 let mut sleep = pin!(tokio::time::sleep(delay));
@@ -197,8 +183,9 @@ async fn inject(
                 Err(limit) => return Some(Err(Failure::Timeout(limit))),
             }
         }
-        if let Some(status) = abort {
+        if let Some(status) = *abort {
             count(FaultKind::Abort);
+            let name = name.clone();
             return Some(Err(Failure::FaultInjected { name, status }));
         }
     }

@@ -12,7 +12,7 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 
 use super::body::{BodyError, Relay};
 use super::head::{Framing, HeadSearch, Refused, ResponseHead, Version};
-use super::{After, Exchange, MAX_PIPELINED, discard};
+use super::{After, Exchange, MAX_PIPELINED, Outcome, discard};
 use crate::context::flow::Flow;
 use crate::error::Failure;
 use crate::http::edits::{Edits, response_edits};
@@ -23,29 +23,21 @@ use crate::serve::attempts::{Attempt, AttemptError, Replayable};
 use crate::upstream::balance::Endpoint;
 use crate::upstream::connect::{Slot, Upstream};
 
-/// How an attempt ends that needs no other one.
-pub(super) enum Outcome {
-    /// The response was relayed.
-    After(After),
-    /// Both sides agreed on another protocol. The connection keeps its slot.
-    Tunnel(Io, Option<Slot>),
-}
-
 impl Exchange<'_> {
     /// Connects to the endpoint, sends, and relays the response.
     pub(super) async fn attempt(
         &mut self,
-        flow: &Flow,
         plan: &Plan,
+        flow: &Flow,
         attempt: &mut Attempt<'_>,
     ) -> Result<Outcome, AttemptError> {
-        self.end_passed_on = false;
+        self.client.end_passed_on = false;
         // 7. Connect.
         let endpoint = attempt.endpoint.clone();
         let (dialer, began_at) = (attempt.dialer(flow), attempt.in_flight.started_at());
-        let is_idempotent = self.request.view().is_idempotent();
+        let is_idempotent = self.head.view().is_idempotent();
         // A body may be too long to be kept.
-        let is_repeatable = is_idempotent && self.request.framing == Framing::None;
+        let is_repeatable = is_idempotent && self.head.framing == Framing::None;
         let pool = endpoint.pool();
         let connected = pool.http1(dialer, began_at, is_repeatable).await;
         let mut upstream = connected.map_err(AttemptError::connect)?;
@@ -55,31 +47,31 @@ impl Exchange<'_> {
         }
         self.judge_again().map_err(AttemptError::last)?;
         if let Some(announced) = attempt.announced(upstream.io.is_peer(), self.record.id()) {
-            self.upload.add_fields(announced);
+            self.client.upload.add_fields(announced);
         }
         // 8. Serve.
         let Some(head) = self.receive_head(&mut upstream, &endpoint).await? else {
             self.record.client_left();
             upstream.io.reset_on_drop();
-            return Ok(Outcome::After(After::Closed));
+            return Ok(Outcome::Ended(After::Closed));
         };
         let is_peer = upstream.io.is_peer();
         let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
         let request = Replayable {
-            is_kept: self.upload.can_rewind(),
+            is_kept: self.client.upload.can_rewind(),
             is_idempotent,
         };
         let answered_at = match attempt.answered(head.status, verdict, request, flow) {
             Ok(answered_at) => answered_at,
             Err(error) => {
-                if self.upload.is_done() && !self.client_ended {
-                    let version = self.request.version;
+                if self.client.upload.is_done() && !self.client.has_ended {
+                    let version = self.head.version;
                     discard::response(upstream, version, &head, &endpoint, flow.charge());
                 }
                 return Err(error);
             }
         };
-        self.upload.discard_replay();
+        self.client.upload.discard_replay();
         let keep_alive = self.may_keep_alive(answered_at);
         let relayed = self.relay_response(upstream, plan, &endpoint, head, keep_alive);
         Ok(relayed.await)
@@ -104,10 +96,10 @@ impl Exchange<'_> {
                 Err(Ended::Malformed(reason)) => return Err(malformed(reason)),
                 Err(Ended::Upstream(reason)) => {
                     let acceptance = upstream.io.acceptance();
-                    let is_idempotent = self.request.view().is_idempotent();
+                    let is_idempotent = self.head.view().is_idempotent();
                     let rejected =
                         AttemptError::handshake(address, &reason, acceptance, is_idempotent);
-                    let is_untouched = !self.upload.is_written();
+                    let is_untouched = !self.client.upload.is_written();
                     // A pooled connection may be closed just when it is used.
                     let is_stale = upstream.reused && upstream.io.unread().is_empty();
                     let is_safe = is_stale && (is_idempotent || is_untouched);
@@ -121,7 +113,7 @@ impl Exchange<'_> {
                     return Err(rejected.unwrap_or_else(closed));
                 }
             };
-            let may_switch = self.request.connection.upgrade && self.upload.is_complete();
+            let may_switch = self.head.connection.upgrade && self.client.upload.is_complete();
             if head.status == 101 && !may_switch {
                 return Err(malformed(
                     "101, and the request asked for no other protocol",
@@ -130,7 +122,7 @@ impl Exchange<'_> {
             if !head.is_interim() {
                 return Ok(Some(head));
             }
-            if head.status == 100 && self.is_continued {
+            if head.status == 100 && self.client.is_continued {
                 continue;
             }
             let mut out = BytesMut::new();
@@ -140,11 +132,11 @@ impl Exchange<'_> {
                 None,
             );
             // The attempt may end here.
-            self.in_interim = true;
-            if self.client.write_all(&out).await.is_err() {
+            self.client.in_interim = true;
+            if self.client.io.write_all(&out).await.is_err() {
                 return Ok(None);
             }
-            self.in_interim = false;
+            self.client.in_interim = false;
         }
     }
 
@@ -159,7 +151,7 @@ impl Exchange<'_> {
         loop {
             if let Some(end) = search.find_end(upstream.unread())? {
                 let raw = upstream.unread().split_to(end).freeze();
-                return Poll::Ready(Ok(ResponseHead::parse(raw, self.request.method())?));
+                return Poll::Ready(Ok(ResponseHead::parse(raw, self.head.method())?));
             }
             match upstream.poll_fill(cx) {
                 Poll::Ready(Ok(0)) => {
@@ -179,7 +171,7 @@ impl Exchange<'_> {
             let _ = self.poll_client_end(cx, upstream)?;
         }
         self.charge(upstream, 0).map_err(|failure| {
-            Ended::Failed(if self.upload.is_written() {
+            Ended::Failed(if self.client.upload.is_written() {
                 // Another attempt would not be safe, as it is after [`Failure::Overloaded`].
                 Failure::MemoryExhausted
             } else {
@@ -191,23 +183,25 @@ impl Exchange<'_> {
 
     /// Charges what the exchange holds while it waits.
     fn charge(&mut self, upstream: &Io, download: usize) -> Result<(), Failure> {
-        let connections = self.client.buffered() + upstream.buffered();
-        let relays = self.upload.buffered() + download;
-        self.memory.hold(self.head_size + connections + relays)
+        let connections = self.client.io.buffered() + upstream.buffered();
+        let relays = self.client.upload.buffered() + download;
+        self.client
+            .memory
+            .hold(self.client.head_size + connections + relays)
     }
 
     /// Relays the request's body. An upstream that reads no more may have responded already: that
     /// is not an error yet.
     fn poll_upload(&mut self, cx: &mut Context<'_>, upstream: &mut Io) -> Result<Poll<()>, Ended> {
-        if self.upload.is_done() {
+        if self.client.upload.is_done() {
             return Ok(Poll::Ready(()));
         }
         let record = &mut self.record;
         let seen = &mut |data: &[u8]| record.request_body(data);
-        match self.upload.poll(cx, self.client, upstream, seen) {
+        match self.client.upload.poll(cx, self.client.io, upstream, seen) {
             Poll::Pending => return Ok(Poll::Pending),
             Poll::Ready(Ok(())) => self.record.request_end(),
-            Poll::Ready(Err(BodyError::Write(_))) => self.upload.stop(),
+            Poll::Ready(Err(BodyError::Write(_))) => self.client.upload.stop(),
             Poll::Ready(Err(BodyError::SenderClosed | BodyError::SenderFailed(_))) => {
                 return Err(Ended::Client);
             }
@@ -223,15 +217,15 @@ impl Exchange<'_> {
         cx: &mut Context<'_>,
         upstream: &mut Io,
     ) -> Poll<Result<(), Ended>> {
-        while !self.client_ended && self.client.unread().len() < MAX_PIPELINED {
-            match ready!(self.client.poll_fill(cx)) {
-                Ok(read) => self.client_ended = read == 0,
+        while !self.client.has_ended && self.client.io.unread().len() < MAX_PIPELINED {
+            match ready!(self.client.io.poll_fill(cx)) {
+                Ok(read) => self.client.has_ended = read == 0,
                 Err(_) => return Poll::Ready(Err(Ended::Client)),
             }
         }
-        if self.client_ended && !self.end_passed_on {
+        if self.client.has_ended && !self.client.end_passed_on {
             // An error means that the upstream has closed: the next read tells.
-            self.end_passed_on = Pin::new(upstream).poll_shutdown(cx).is_ready();
+            self.client.end_passed_on = Pin::new(upstream).poll_shutdown(cx).is_ready();
         }
         Poll::Pending
     }
@@ -255,8 +249,8 @@ impl Exchange<'_> {
         let edits = plan.response_edits(response_edits(upstream.is_peer()), &session);
         self.record.response(status, head.reason(), &head, edits);
         let is_tunnel = head.status == 101
-            || (self.request.method() == b"CONNECT" && (200..300).contains(&head.status));
-        let to_http10 = self.request.version == Version::Http10;
+            || (self.head.method() == b"CONNECT" && (200..300).contains(&head.status));
+        let to_http10 = self.head.version == Version::Http10;
         let until_close =
             head.framing == Framing::UntilClose || (to_http10 && head.framing == Framing::Chunked);
         let keep_alive = keep_alive && !is_tunnel && !until_close;
@@ -276,7 +270,8 @@ impl Exchange<'_> {
         let relayed = poll_fn(
             |cx| match self.poll_relay(cx, &mut upstream, &mut download) {
                 Poll::Pending => {
-                    let expiry = expiry.get_or_insert_with(|| flow.expiry(self.client, &upstream));
+                    let expiry =
+                        expiry.get_or_insert_with(|| flow.expiry(self.client.io, &upstream));
                     Pin::new(expiry).poll(cx).map(|()| Err(BodyError::Expired))
                 }
                 relayed => relayed,
@@ -285,7 +280,7 @@ impl Exchange<'_> {
         .await;
         match relayed {
             Ok(()) if is_tunnel => {
-                return Outcome::Tunnel(upstream, slot.filter(Slot::counts_opaque));
+                return Outcome::Tunnel((upstream, slot.filter(Slot::counts_opaque)));
             }
             Ok(()) => self.record.response_end(),
             Err(broken) => {
@@ -296,21 +291,21 @@ impl Exchange<'_> {
                 // The client sees that the response is cut off, as without the mesh.
                 upstream.reset_on_drop();
                 if !until_close && matches!(broken, BodyError::SenderClosed) {
-                    return Outcome::After(After::Close);
+                    return Outcome::Ended(After::Close);
                 }
-                self.client.reset_on_drop();
-                return Outcome::After(After::Closed);
+                self.client.io.reset_on_drop();
+                return Outcome::Ended(After::Closed);
             }
         }
-        let reusable = head.persists_after(self.request.version)
+        let reusable = head.persists_after(self.head.version)
             && !until_close
-            && self.upload.is_complete()
-            && !self.client_ended;
+            && self.client.upload.is_complete()
+            && !self.client.has_ended;
         if reusable && upstream.unread().is_empty() {
             endpoint.pool().checkin_http1(upstream, Instant::now());
         }
-        let keep_alive = keep_alive && !self.client_ended;
-        Outcome::After(if keep_alive {
+        let keep_alive = keep_alive && !self.client.has_ended;
+        Outcome::Ended(if keep_alive {
             After::KeepAlive
         } else {
             After::Close
@@ -335,7 +330,7 @@ impl Exchange<'_> {
         };
         let record = &mut self.record;
         let seen = &mut |data: &[u8]| record.response_body(data);
-        let relayed = download.poll(cx, upstream, self.client, seen);
+        let relayed = download.poll(cx, upstream, self.client.io, seen);
         let client_is_gone = match &relayed {
             Poll::Pending if uploading.is_ready() => self.poll_client_end(cx, upstream).is_ready(),
             Poll::Ready(Err(BodyError::Write(_))) => true,

@@ -22,22 +22,25 @@ use diy_mesh_runtime::admission::Class;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::time::{timeout, timeout_at};
 
-use self::attempt::{Outcome, request_failure};
+use self::attempt::request_failure;
 use self::body::Relay;
 use self::head::{Framing, HeadSearch, Refused, RequestHead};
-use crate::context::flow::{Allowed, Flow};
+use crate::context::flow::Flow;
 use crate::context::record::ExchangeRecord;
 use crate::error::Failure;
+use crate::http::view::RequestView;
+use crate::limits::deadline::Deadline;
 use crate::limits::lifetime::{Lifetime, drained_or};
 use crate::limits::memory::Charge;
 use crate::limits::timeouts::{IdleTimer, TimeoutKind};
 use crate::protocol::HttpVersion;
-use crate::route::{Answer, AttemptSettings, Plan};
+use crate::route::{Answer, Plan};
 use crate::secure::io::Io;
-use crate::serve::attempts::{Attempts, Step, pause};
+use crate::serve::attempts::{Attempt, AttemptError};
 use crate::serve::call::CallHead;
 use crate::serve::copy::{self, End};
-use crate::serve::filters::{self, Client};
+use crate::serve::exchange::{self, Protocol};
+use crate::upstream::connect::Slot;
 
 /// An unfinished head above this size gets a buffer of [`LARGE_HEAD`] bytes: buffers that grow step by
 /// step would leave gaps in the heap.
@@ -70,7 +73,7 @@ pub async fn serve(mut client: Io, flow: Rc<Flow>) {
         // Boxed, as all that does not wait for a request: most connections do.
         let exchange = Box::pin(async {
             let mut exchange = Exchange::new(&mut client, &flow, request, &mut memory);
-            exchange.run().await
+            exchange.serve().await
         });
         match exchange.await {
             After::KeepAlive => flow.slot.set(Class::BetweenExchanges),
@@ -166,15 +169,13 @@ enum After {
     Closed,
 }
 
-/// One request and its response.
-struct Exchange<'a> {
-    client: &'a mut Io,
+/// The client of an exchange.
+struct Http1<'a> {
+    io: &'a mut Io,
     /// Charged for the buffers of the exchange.
     memory: &'a mut Charge,
     /// The size of the request's head.
     head_size: usize,
-    request: RequestHead,
-    record: ExchangeRecord,
     /// The request's head and body.
     upload: Relay,
     /// A part of an interim response may have been written to the client.
@@ -182,263 +183,169 @@ struct Exchange<'a> {
     /// The proxy has sent 100 (Continue): the client gets none of the application.
     is_continued: bool,
     /// The client has half-closed its connection.
-    client_ended: bool,
+    has_ended: bool,
     /// Its half-close was passed on.
     end_passed_on: bool,
-    /// What allows the request.
-    allowed: Allowed,
 }
 
+type Exchange<'a> = exchange::Exchange<Http1<'a>>;
+type Outcome = exchange::Outcome<After, (Io, Option<Slot>)>;
+
 impl<'a> Exchange<'a> {
-    fn new(
-        client: &'a mut Io,
-        flow: &Rc<Flow>,
-        request: RequestHead,
-        memory: &'a mut Charge,
-    ) -> Self {
-        let record = ExchangeRecord::new(flow, HttpVersion::Http1);
-        let upload = Relay::with_replay(request.framing, BytesMut::new(), None);
+    fn new(io: &'a mut Io, flow: &Rc<Flow>, head: RequestHead, memory: &'a mut Charge) -> Self {
+        let upload = Relay::with_replay(head.framing, BytesMut::new(), None);
         Self {
-            client,
-            memory,
-            head_size: 0,
-            request,
-            record,
-            upload,
-            in_interim: false,
-            is_continued: false,
-            client_ended: false,
-            end_passed_on: false,
+            head,
+            client: Http1 {
+                io,
+                memory,
+                head_size: 0,
+                upload,
+                in_interim: false,
+                is_continued: false,
+                has_ended: false,
+                end_passed_on: false,
+            },
+            record: ExchangeRecord::new(flow, HttpVersion::Http1),
             allowed: flow.allowed(),
+            added: exchange::Added::default(),
         }
     }
 
     /// Carries the exchange to its end.
-    async fn run(&mut self) -> After {
-        let flow = self.record.flow.clone();
-        // 5. Plan.
-        let request = self.request.view();
-        let mut plan = flow.plan(request);
-        let mut backend = flow.backend(&plan).await;
-        let announced = flow.announced(&self.request);
-        let settings = plan.attempts(AttemptSettings {
-            preference: backend.preference(Some(&request), flow.peer),
-            previous: announced.attempts,
-            ..AttemptSettings::default()
-        });
-        self.record
-            .plan(&mut plan, &backend, &request, announced.exchange);
-        self.write_head(&plan, &flow);
-        if let Err(failure) = self.take_body() {
-            return self.fail(failure).await;
-        }
-        // 4. Authorization, limits, and faults.
-        let request = self.request.view();
-        let deadline = settings.deadline;
-        let mut client = Waiting {
-            client: self.client,
-            memory: self.memory,
-            head_size: self.head_size,
-            upload: &mut self.upload,
-            expects_continue: request.expects_continue(),
-            is_continued: &mut self.is_continued,
-        };
-        let record = &mut self.record;
-        let applied = filters::apply(
-            &mut plan,
-            &request,
-            &mut backend,
-            deadline,
-            record,
-            &mut self.allowed,
-            &mut client,
-        );
-        let permit = match applied.await {
-            Some(Ok(permit)) => permit,
-            Some(Err(answer)) => return self.reply(answer).await,
-            None => {
+    async fn serve(&mut self) -> After {
+        match self.run(Deadline::default()).await {
+            Ok(Outcome::Ended(after)) => after,
+            Ok(Outcome::Tunnel(_)) => After::Closed,
+            Ok(Outcome::Left) => {
                 self.record.client_left();
-                self.client.reset_on_drop();
-                return After::Closed;
+                self.client.io.reset_on_drop();
+                After::Closed
             }
-        };
-        if !self.allowed.authorizers.is_empty() || plan.has_token() {
-            let head = self.head(&plan, &flow);
-            self.head_size = head.len();
-            self.upload.replace_head(head);
-        }
-        let mut attempts = Attempts::new(&flow, &backend, settings, permit);
-        loop {
-            // 6. Balance.
-            let mut attempt = match attempts.begin(&flow) {
-                Ok(attempt) => attempt,
-                Err(failure) => return self.fail(failure).await,
-            };
-            self.record.attempt(&attempt.endpoint, attempt.began());
-            self.allowed.outside.clone_from(&attempt.outside);
-            // 7. Connect, 8. serve.
-            let deadline = attempt.deadline();
-            let ended = deadline
-                .limit(pin!(self.attempt(&flow, &plan, &mut attempt)))
-                .await;
-            let error = match ended {
-                Ok(Outcome::After(after)) => return after,
-                Ok(Outcome::Tunnel(upstream, _slot)) => {
-                    drop(attempt);
-                    // Boxed: it is rare, and would enlarge the task of every connection.
-                    return Box::pin(self.tunnel(upstream)).await;
-                }
-                Err(error) => error,
-            };
-            let rewind = || !self.in_interim && self.upload.rewind();
-            match attempt.next(error, &flow, rewind) {
-                Step::Retry(backoff, failure) => {
-                    self.record.retried(&failure);
-                    if self.has_left_during(pause(backoff)).await {
-                        self.record.client_left();
-                        self.client.reset_on_drop();
-                        return After::Closed;
-                    }
-                }
-                Step::Done(failure) => return self.fail(failure).await,
+            Err(Answer::Failure(failure))
+                if self.record.has_response() || self.client.in_interim =>
+            {
+                // The client sees that the response is cut off, as without the mesh.
+                self.record.fail(&failure);
+                self.record.cut_off(&failure.to_string());
+                self.client.io.reset_on_drop();
+                After::Closed
             }
+            Err(answer) => self.reply(answer).await,
         }
-    }
-
-    /// Whether the client leaves before the pause ends.
-    async fn has_left_during(&mut self, pause: impl Future<Output = ()>) -> bool {
-        let mut client = Waiting {
-            client: self.client,
-            memory: self.memory,
-            head_size: self.head_size,
-            upload: &mut self.upload,
-            expects_continue: false,
-            is_continued: &mut self.is_continued,
-        };
-        let mut pause = pin!(pause);
-        poll_fn(|cx| match pause.as_mut().poll(cx) {
-            Poll::Ready(()) => Poll::Ready(false),
-            Poll::Pending => client.poll_gone(cx).map(|()| true),
-        })
-        .await
-    }
-
-    /// Writes the head for the next hop.
-    fn write_head(&mut self, plan: &Plan, flow: &Flow) {
-        let head = self.head(plan, flow);
-        let request = self.request.view();
-        self.head_size = head.len();
-        let copied = || CallHead::Http1 {
-            head: Bytes::copy_from_slice(&head),
-            method: Bytes::copy_from_slice(self.request.method()),
-            chunked: self.request.framing == Framing::Chunked,
-        };
-        self.record.mirror(plan.mirrors(), &request, copied);
-        self.upload = Relay::with_replay(self.request.framing, head, flow.policy_fields());
-    }
-
-    /// Records the head for the next hop, and returns it.
-    fn head(&mut self, plan: &Plan, flow: &Flow) -> BytesMut {
-        let own = flow.request_edits();
-        let edits = plan.request_edits(&own);
-        self.record.request(&self.request.view(), edits);
-        let mut head = BytesMut::new();
-        self.request.write(&mut head, edits);
-        head
-    }
-
-    /// Charges the request, and takes what has arrived of its body.
-    fn take_body(&mut self) -> Result<(), Failure> {
-        let held = self.client.buffered() + self.head_size;
-        self.memory.begin(held)?;
-        let record = &mut self.record;
-        let seen = &mut |data: &[u8]| record.request_body(data);
-        let taken = self.upload.decode_buffered(self.client.unread(), seen);
-        taken.map_err(|broken| request_failure(&broken))
-    }
-
-    /// Judges the request again if the policy has changed.
-    fn judge_again(&mut self) -> Result<(), Failure> {
-        let flow = &self.record.flow;
-        flow.judge_again(&mut self.allowed, || Some(self.request.view()))
-    }
-
-    /// Copies the bytes of another protocol both ways.
-    async fn tunnel(&mut self, mut upstream: Io) -> After {
-        let flow = self.record.flow.clone();
-        let request = self.request.view();
-        let allowed = self.allowed.clone();
-        let mut end = flow.copy_end(self.client, &upstream, allowed, Some(request));
-        let charge = &mut |bytes, _| self.memory.hold(bytes).is_ok();
-        let copied = copy::bidirectional(self.client, &mut upstream, None, &mut end, charge).await;
-        self.record.tunnel(copied.sent, copied.received);
-        if copied.end == End::Expired
-            && let Err(failure) = flow.judge(Some(&request), &self.allowed)
-        {
-            self.record.fail(&failure);
-            self.record.cut_off(&failure.to_string());
-        }
-        After::Closed
-    }
-
-    /// The client's connection can carry another exchange.
-    fn may_keep_alive(&self, now: Instant) -> bool {
-        self.request.connection.persists(self.request.version)
-            && self.upload.is_read()
-            && !self.client_ended
-            && !self.record.flow.is_draining()
-            && !self.client.is_retired(now)
-            && !self.record.flow.slot.is_asked_to_end()
     }
 
     /// Replies in place of the application.
-    async fn fail(&mut self, failure: Failure) -> After {
-        if self.record.has_response() || self.in_interim {
-            // The client sees that the response is cut off, as without the mesh.
-            self.record.fail(&failure);
-            self.record.cut_off(&failure.to_string());
-            self.client.reset_on_drop();
-            return After::Closed;
-        }
-        self.reply(Answer::Failure(failure)).await
-    }
-
     async fn reply(&mut self, answer: Answer) -> After {
         let closes = matches!(&answer, Answer::Failure(failure) if failure.closes_connection());
         let keep_alive = !closes && self.may_keep_alive(Instant::now());
-        let head_only = self.request.method() == b"HEAD";
-        reply(self.client, &mut self.record, answer, keep_alive, head_only).await;
+        let head_only = self.head.method() == b"HEAD";
+        let (io, record) = (&mut *self.client.io, &mut self.record);
+        reply(io, record, answer, keep_alive, head_only).await;
         if keep_alive {
             After::KeepAlive
         } else {
             After::Close
         }
     }
-}
 
-/// The client of a request that is not forwarded yet. A half-close counts as its end: no application
-/// can decide yet what it means.
-struct Waiting<'a> {
-    client: &'a mut Io,
-    memory: &'a mut Charge,
-    head_size: usize,
-    upload: &'a mut Relay,
-    expects_continue: bool,
-    is_continued: &'a mut bool,
-}
+    /// Records the head for the next hop, and returns it.
+    fn next_head(&mut self, plan: &Plan, flow: &Flow) -> BytesMut {
+        let own = flow.request_edits();
+        let edits = self.added.edits(plan, &own);
+        self.record.request(&self.head.view(), edits);
+        let mut head = BytesMut::new();
+        self.head.write(&mut head, edits);
+        self.client.head_size = head.len();
+        head
+    }
 
-impl Waiting<'_> {
-    /// Charges what the exchange holds.
-    fn charge(&mut self) -> Result<(), Failure> {
-        let held = self.head_size + self.upload.buffered();
-        self.memory.hold(held + self.client.buffered())
+    /// The client's connection can carry another exchange.
+    fn may_keep_alive(&self, now: Instant) -> bool {
+        self.head.connection.persists(self.head.version)
+            && self.client.upload.is_read()
+            && !self.client.has_ended
+            && !self.record.flow.is_draining()
+            && !self.client.io.is_retired(now)
+            && !self.record.flow.slot.is_asked_to_end()
     }
 }
 
-impl Client for Waiting<'_> {
+impl Protocol for Http1<'_> {
+    type Head = RequestHead;
+    type End = After;
+    /// The connection and its slot, which it keeps.
+    type Tunnel = (Io, Option<Slot>);
+
+    fn view(head: &RequestHead) -> RequestView<'_> {
+        head.view()
+    }
+
+    fn prepare(exchange: &mut Exchange<'_>, plan: &Plan, flow: &Flow) -> Result<(), Failure> {
+        let head = exchange.next_head(plan, flow);
+        let Exchange {
+            head: request,
+            client,
+            record,
+            ..
+        } = exchange;
+        let copied = || CallHead::Http1 {
+            head: Bytes::copy_from_slice(&head),
+            method: Bytes::copy_from_slice(request.method()),
+            chunked: request.framing == Framing::Chunked,
+        };
+        record.mirror(plan.mirrors(), &request.view(), copied);
+        client.upload = Relay::with_replay(request.framing, head, flow.policy_fields());
+        client
+            .memory
+            .begin(client.io.buffered() + client.head_size)?;
+        let seen = &mut |data: &[u8]| record.request_body(data);
+        let taken = client.upload.decode_buffered(client.io.unread(), seen);
+        taken.map_err(|broken| request_failure(&broken))
+    }
+
+    fn add_policy_fields(exchange: &mut Exchange<'_>, plan: &Plan, flow: &Flow) {
+        let head = exchange.next_head(plan, flow);
+        exchange.client.upload.replace_head(head);
+    }
+
+    fn attempt(
+        exchange: &mut Exchange<'_>,
+        plan: &Plan,
+        flow: &Flow,
+        attempt: &mut Attempt<'_>,
+    ) -> impl Future<Output = Result<Outcome, AttemptError>> {
+        exchange.attempt(plan, flow, attempt)
+    }
+
+    async fn tunnel(
+        exchange: &mut Exchange<'_>,
+        (mut upstream, _slot): Self::Tunnel,
+        _plan: &Plan,
+        attempt: Attempt<'_>,
+    ) -> Outcome {
+        // It counts as a connection, and no longer as a request.
+        drop(attempt);
+        let flow = exchange.record.flow.clone();
+        let (request, allowed) = (exchange.head.view(), exchange.allowed.clone());
+        let Http1 { io, memory, .. } = &mut exchange.client;
+        let mut end = flow.copy_end(io, &upstream, allowed, Some(request));
+        let charge = &mut |bytes, _| memory.hold(bytes).is_ok();
+        let copied = copy::bidirectional(io, &mut upstream, None, &mut end, charge).await;
+        exchange.record.tunnel(copied.sent, copied.received);
+        if copied.end == End::Expired
+            && let Err(failure) = flow.judge(Some(&request), &exchange.allowed)
+        {
+            exchange.record.fail(&failure);
+            exchange.record.cut_off(&failure.to_string());
+        }
+        Outcome::Ended(After::Closed)
+    }
+
+    /// A half-close counts: no application can decide yet what it means.
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        while self.client.unread().len() < MAX_PIPELINED {
-            match self.client.poll_fill(cx) {
+        while self.io.unread().len() < MAX_PIPELINED {
+            match self.io.poll_fill(cx) {
                 Poll::Ready(Ok(read)) if read > 0 => {}
                 Poll::Ready(_) => return Poll::Ready(()),
                 Poll::Pending => break,
@@ -451,19 +358,20 @@ impl Client for Waiting<'_> {
     async fn read_body(
         &mut self,
         max: usize,
+        expects_continue: bool,
         record: &mut ExchangeRecord,
     ) -> Result<Option<Bytes>, Failure> {
         let mut length = self.upload.body().len();
         while length <= max && !self.upload.is_read() {
-            if self.client.unread().is_empty()
-                && self.expects_continue
-                && !mem::replace(self.is_continued, true)
-                && self.client.write_all(CONTINUE).await.is_err()
+            if self.io.unread().is_empty()
+                && expects_continue
+                && !mem::replace(&mut self.is_continued, true)
+                && self.io.write_all(CONTINUE).await.is_err()
             {
                 return Ok(None);
             }
-            self.client.acknowledge();
-            match poll_fn(|cx| self.client.poll_fill(cx)).await {
+            self.io.acknowledge();
+            match poll_fn(|cx| self.io.poll_fill(cx)).await {
                 Ok(read) if read > 0 => {}
                 _ => return Ok(None),
             }
@@ -471,11 +379,23 @@ impl Client for Waiting<'_> {
                 length += data.len();
                 record.request_body(data);
             };
-            let taken = self.upload.decode_buffered(self.client.unread(), seen);
+            let taken = self.upload.decode_buffered(self.io.unread(), seen);
             taken.map_err(|broken| request_failure(&broken))?;
             self.charge()?;
         }
         Ok(Some(self.upload.body()))
+    }
+
+    fn rewind(&mut self) -> bool {
+        !self.in_interim && self.upload.rewind()
+    }
+}
+
+impl Http1<'_> {
+    /// Charges what the client and its request hold.
+    fn charge(&mut self) -> Result<(), Failure> {
+        let held = self.head_size + self.upload.buffered();
+        self.memory.hold(held + self.io.buffered())
     }
 }
 

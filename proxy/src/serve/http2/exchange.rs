@@ -19,7 +19,7 @@ use tokio::time::timeout_at;
 
 use super::relay::{Message, Relay, RelayError, reset_code};
 use super::{Place, STREAM_COST, Stream, head};
-use crate::context::flow::{Allowed, Flow};
+use crate::context::flow::Flow;
 use crate::context::record::ExchangeRecord;
 use crate::error::Failure;
 use crate::http::discard::{MAX_DISCARD, in_background};
@@ -30,11 +30,11 @@ use crate::http::view::RequestView;
 use crate::limits::deadline::Deadline;
 use crate::limits::memory::Charge;
 use crate::protocol::{HttpVersion, MAX_SECTION, TooLarge};
-use crate::route::{Answer, AttemptSettings, Plan};
+use crate::route::{Answer, Plan};
 use crate::secure::io::Io;
-use crate::serve::attempts::{Attempt, AttemptError, Attempts, Replayable, Step, pause};
+use crate::serve::attempts::{Attempt, AttemptError, Replayable};
 use crate::serve::call::CallHead;
-use crate::serve::filters::{self, Client};
+use crate::serve::exchange::{self, Protocol};
 use crate::upstream::balance::Endpoint;
 use crate::upstream::batched::Queued;
 use crate::upstream::connect::http2::Lease;
@@ -49,10 +49,10 @@ const MAX_INTERIM: u32 = 16;
 pub(super) fn start(
     request: Request<RecvStream>,
     mut respond: SendResponse<Queued>,
-    client: Stream,
+    stream: Stream,
 ) -> Result<(), Failure> {
     let (parts, body) = request.into_parts();
-    let mut memory = client.flow.charge();
+    let mut memory = stream.flow.charge();
     let cost = STREAM_COST + head::size(&parts);
     let refused = memory.begin(cost).err();
     if refused.is_some() {
@@ -70,42 +70,44 @@ pub(super) fn start(
     // Boxed where it is made: a task moves its future twice, and this one has several KiB. A function
     // would hold its arguments twice.
     tokio::task::spawn_local(Box::pin(async move {
-        let Some(place) = client.place(&mut respond).await else {
+        let Some(place) = stream.place(&mut respond).await else {
             return;
         };
+        let flow = stream.flow.clone();
         let mut exchange = Exchange {
-            respond,
-            upload: Relay::new(body, Message::Request),
-            record: ExchangeRecord::new(&client.flow, HttpVersion::Http2),
-            is_grpc,
-            to_client: None,
-            interim_left: MAX_INTERIM,
-            is_continued: false,
-            allowed: client.flow.allowed(),
-            client,
-            _place: place,
-            parts,
-            cost: memory.amount(),
-            memory,
+            head: parts,
+            record: ExchangeRecord::new(&flow, HttpVersion::Http2),
+            allowed: flow.allowed(),
+            added: exchange::Added::default(),
+            client: Http2 {
+                respond,
+                upload: Relay::new(body, Message::Request),
+                is_grpc,
+                to_client: None,
+                interim_left: MAX_INTERIM,
+                is_continued: false,
+                stream,
+                _place: place,
+                cost: memory.amount(),
+                memory,
+            },
         };
-        let flow = &exchange.client.flow;
-        let (worker, direction) = (flow.worker.clone(), flow.direction);
-        let ended = {
-            let run = pin!(exchange.run(deadline, refused));
-            worker.run_under_policy(direction, run).await
+        let ended = match refused {
+            Some(failure) => exchange.refuse(failure),
+            None => {
+                let run = pin!(exchange.run(deadline));
+                flow.worker.run_under_policy(flow.direction, run).await
+            }
         };
         exchange.end(ended);
     }));
     Ok(())
 }
 
-/// One request and its response.
-struct Exchange {
+/// The client of an exchange.
+struct Http2 {
     respond: SendResponse<Queued>,
-    /// The request's head, for further attempts.
-    parts: Parts,
     upload: Relay,
-    record: ExchangeRecord,
     is_grpc: bool,
     /// The response's stream, once its head was sent.
     to_client: Option<SendStream<Queued>>,
@@ -113,27 +115,26 @@ struct Exchange {
     interim_left: u32,
     /// The proxy has sent 100 (Continue): the client gets none of the application.
     is_continued: bool,
-    client: Stream,
+    stream: Stream,
     /// Held until the exchange ends.
     _place: Place,
     /// Charged for the stream and the heads, and for what the relays hold.
     memory: Charge,
     /// The memory of the stream and the heads.
     cost: usize,
-    /// What allows the request.
-    allowed: Allowed,
 }
 
-/// The result of an attempt that is not followed by another one.
-enum Outcome {
-    /// The response was relayed, or cut off.
-    Ended,
-    /// The client closed, or reset its stream.
-    Cancelled,
-    /// The upstream reset the stream: the client gets the same code.
+type Exchange = exchange::Exchange<Http2>;
+type Outcome = exchange::Outcome<End, Tunnel>;
+/// The head of the response, and the stream.
+type Tunnel = Box<(Response<RecvStream>, Upstream)>;
+
+/// How a response ended.
+enum End {
+    /// It was relayed, or cut off.
+    Relayed,
+    /// The upstream reset the stream before: the client gets the same code.
     Reset(Reason),
-    /// Both sides agreed on another protocol: no deadline applies.
-    Tunnel(Box<(Response<RecvStream>, Upstream)>),
 }
 
 /// The stream to the endpoint. Fields are dropped in this order: the stream before its slot.
@@ -155,131 +156,27 @@ enum Ended {
 }
 
 impl Exchange {
-    /// Runs the exchange until its response has ended, which `deadline` limits. `refused`: why the
-    /// proxy replies itself.
-    async fn run(
-        &mut self,
-        deadline: Deadline,
-        refused: Option<Failure>,
-    ) -> Result<Outcome, Answer> {
-        let flow = self.client.flow.clone();
-        if let Some(failure) = refused {
-            self.prepare_head(&Plan::default(), &flow)?;
-            return Err(failure.into());
-        }
-        // 5. Plan.
-        let request = head::view(&self.parts);
-        let mut plan = flow.plan(request);
-        let mut backend = flow.backend(&plan).await;
-        let announced = flow.announced(&self.parts.headers);
-        let settings = plan.attempts(AttemptSettings {
-            deadline,
-            preference: backend.preference(Some(&request), flow.peer),
-            previous: announced.attempts,
-            ..AttemptSettings::default()
-        });
-        self.record
-            .plan(&mut plan, &backend, &request, announced.exchange);
-        self.prepare_head(&plan, &flow)?;
-        // 4. Authorization, limits, and faults.
-        let request = head::view(&self.parts);
-        let deadline = settings.deadline;
-        let mut client = Waiting {
-            respond: &mut self.respond,
-            upload: &mut self.upload,
-            stream: &self.client,
-            memory: &mut self.memory,
-            cost: self.cost,
-            request: &request,
-            is_continued: &mut self.is_continued,
-        };
-        let record = &mut self.record;
-        let applied = filters::apply(
-            &mut plan,
-            &request,
-            &mut backend,
-            deadline,
-            record,
-            &mut self.allowed,
-            &mut client,
-        );
-        let Some(permit) = applied.await else {
-            return Ok(Outcome::Cancelled);
-        };
-        let permit = permit?;
-        if !self.allowed.authorizers.is_empty() || plan.has_token() {
-            let own = flow.request_edits();
-            plan.request_edits(&own).apply(&mut self.parts.headers);
-            let request = head::view(&self.parts);
-            self.record.request(&request, Edits::default());
-        }
-        let mut attempts = Attempts::new(&flow, &backend, settings, permit);
-        loop {
-            // 6. Balance.
-            let mut attempt = attempts.begin(&flow)?;
-            self.record.attempt(&attempt.endpoint, attempt.began());
-            self.allowed.outside.clone_from(&attempt.outside);
-            // 7. Connect, 8. serve.
-            let deadline = attempt.deadline();
-            let ended = deadline
-                .limit(pin!(self.attempt(&flow, &plan, &mut attempt)))
-                .await;
-            let error = match ended {
-                Ok(Outcome::Tunnel(tunnel)) => {
-                    let (response, mut upstream) = *tunnel;
-                    let endpoint = &attempt.endpoint;
-                    let relayed = self.relay_response(response, &mut upstream, &plan, endpoint);
-                    // Boxed: it is rare, and would enlarge the task of every stream.
-                    return Ok(Box::pin(relayed).await);
-                }
-                Ok(outcome) => return Ok(outcome),
-                Err(error) => error,
-            };
-            match attempt.next(error, &flow, || self.upload.rewind()) {
-                Step::Retry(backoff, failure) => {
-                    self.record.retried(&failure);
-                    let mut pause = pin!(pause(backoff));
-                    let is_reset = poll_fn(|cx| match pause.as_mut().poll(cx) {
-                        Poll::Ready(()) => Poll::Ready(false),
-                        Poll::Pending => {
-                            self.upload.read_ahead(cx, &mut self.record);
-                            self.respond.poll_reset(cx).map(|_| true)
-                        }
-                    });
-                    if is_reset.await {
-                        return Ok(Outcome::Cancelled);
-                    }
-                }
-                Step::Done(failure) => return Err(failure.into()),
-            }
-        }
-    }
-
-    /// Changes the head for the next hop.
-    fn prepare_head(&mut self, plan: &Plan, flow: &Flow) -> Result<(), Failure> {
-        let own = flow.request_edits();
-        let prepared = head::prepare(&mut self.parts, plan.request_edits(&own));
-        let request = head::view(&self.parts);
-        self.record.request(&request, Edits::default());
-        let copied = || CallHead::Http2(Box::new(self.parts.clone()));
-        self.record.mirror(plan.mirrors(), &request, copied);
-        prepared
+    /// Replies to a request that is not forwarded.
+    fn refuse(&mut self, failure: Failure) -> Result<Outcome, Answer> {
+        let flow = self.record.flow.clone();
+        Http2::prepare(self, &Plan::default(), &flow)?;
+        Err(failure.into())
     }
 
     /// Ends the client's stream as the exchange has ended.
     fn end(&mut self, ended: Result<Outcome, Answer>) {
         match ended {
-            Ok(Outcome::Ended | Outcome::Tunnel(_)) => {
-                self.client.resets.record_completed();
-                self.client.io.queue_ended(self.cost);
+            Ok(Outcome::Ended(End::Relayed) | Outcome::Tunnel(_)) => {
+                self.client.stream.resets.record_completed();
+                self.client.stream.io.queue_ended(self.client.cost);
             }
-            Ok(Outcome::Cancelled) => {
+            Ok(Outcome::Left) => {
                 self.record.client_left();
-                self.client.resets.record_reset(Instant::now());
+                self.client.stream.resets.record_reset(Instant::now());
             }
-            Ok(Outcome::Reset(code)) => {
+            Ok(Outcome::Ended(End::Reset(code))) => {
                 self.cut_off("the application reset the stream", code);
-                self.respond.send_reset(code);
+                self.client.respond.send_reset(code);
             }
             Err(Answer::Failure(failure)) if self.record.has_response() => {
                 self.fail_response(&failure, &failure.to_string());
@@ -291,8 +188,8 @@ impl Exchange {
     /// Connects to the endpoint, sends, and relays the response.
     async fn attempt(
         &mut self,
-        flow: &Flow,
         plan: &Plan,
+        flow: &Flow,
         attempt: &mut Attempt<'_>,
     ) -> Result<Outcome, AttemptError> {
         let address = attempt.endpoint.address;
@@ -300,12 +197,12 @@ impl Exchange {
         let mut lease = match self.connect(flow, attempt).await {
             Some(Ok(lease)) => lease,
             Some(Err(failure)) => return Err(AttemptError::connect(failure)),
-            None => return Ok(Outcome::Cancelled),
+            None => return Ok(Outcome::Left),
         };
         if !lease.is_reused() {
             attempt.check_endpoint()?;
         }
-        if head::extended_protocol(&self.parts).is_some() && !lease.supports_extended_connect() {
+        if head::extended_protocol(&self.head).is_some() && !lease.supports_extended_connect() {
             let reason = "it does not accept extended CONNECT requests";
             return Err(AttemptError::malformed(address, reason));
         }
@@ -313,7 +210,10 @@ impl Exchange {
         attempt.in_flight.connected();
         self.judge_again().map_err(AttemptError::last)?;
         let request = self.next_request(attempt, &lease);
-        let (places, is_complete) = (self.client.places.clone(), self.upload.is_done());
+        let (places, is_complete) = (
+            self.client.stream.places.clone(),
+            self.client.upload.is_done(),
+        );
         let (response, to_upstream) = match lease.send(request, is_complete, Some(places)) {
             Ok(stream) => stream,
             Err(error) => return self.failed(&error, attempt, &lease, false),
@@ -328,7 +228,7 @@ impl Exchange {
             Err(Ended::Client(code)) => {
                 upstream.to_upstream.send_reset(code);
                 self.cut_off("the client closed", code);
-                return Ok(Outcome::Cancelled);
+                return Ok(Outcome::Left);
             }
             Err(Ended::Overloaded) => {
                 upstream.to_upstream.send_reset(Reason::CANCEL);
@@ -351,19 +251,19 @@ impl Exchange {
         let status = response.status().as_u16();
         let verdict = Verdict::of(status, response.headers(), is_peer, SystemTime::now);
         let request = Replayable {
-            is_kept: self.upload.can_rewind(),
-            is_idempotent: self.parts.method.is_idempotent(),
+            is_kept: self.client.upload.can_rewind(),
+            is_idempotent: self.head.method.is_idempotent(),
         };
         if let Err(error) = attempt.answered(status, verdict, request, flow) {
-            if self.upload.is_complete() && !response.body().is_end_stream() {
-                let mut memory = self.client.flow.charge();
+            if self.client.upload.is_complete() && !response.body().is_end_stream() {
+                let mut memory = self.client.stream.flow.charge();
                 if memory.begin(STREAM_COST).is_ok() {
                     in_background(memory, discard(upstream, response.into_body()));
                 }
             }
             return Err(error);
         }
-        self.upload.discard_replay();
+        self.client.upload.discard_replay();
         let size = head::fields_size(response.headers());
         if size > MAX_SECTION {
             upstream.to_upstream.send_reset(Reason::ENHANCE_YOUR_CALM);
@@ -371,11 +271,11 @@ impl Exchange {
             let failure = Failure::UpstreamTooLarge { address, limit };
             return Err(AttemptError::last(failure));
         }
-        self.cost += size;
-        if self.memory.hold(self.cost + self.upload.kept()).is_err() {
+        self.client.cost += size;
+        if self.client.charge(0).is_err() {
             return Err(AttemptError::last(Failure::MemoryExhausted));
         }
-        if self.parts.method == Method::CONNECT && response.status().is_success() {
+        if self.head.method == Method::CONNECT && response.status().is_success() {
             return Ok(Outcome::Tunnel(Box::new((response, upstream))));
         }
         let relayed = self.relay_response(response, &mut upstream, plan, &attempt.endpoint);
@@ -384,7 +284,7 @@ impl Exchange {
 
     /// The head for the endpoint.
     fn next_request(&self, attempt: &Attempt<'_>, lease: &Lease) -> Request<()> {
-        let mut parts = self.parts.clone();
+        let mut parts = self.head.clone();
         if let Some(announced) = attempt.announced(lease.is_peer(), self.record.id()) {
             announced.add_to(&mut parts.headers, lease.take_first_announcement());
         }
@@ -406,7 +306,7 @@ impl Exchange {
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
         let dialer = attempt.dialer(flow);
         let pool = attempt.endpoint.pool();
-        let is_extended = head::extended_protocol(&self.parts).is_some();
+        let is_extended = head::extended_protocol(&self.head).is_some();
         let mut leasing = pin!(async {
             let lease = pool.http2(flow.direction, dialer, expiry).await?;
             if is_extended && !lease.supports_extended_connect() {
@@ -422,18 +322,9 @@ impl Exchange {
         });
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Some(leased)),
-            Poll::Pending => {
-                self.upload.read_ahead(cx, &mut self.record);
-                self.respond.poll_reset(cx).map(|_| None)
-            }
+            Poll::Pending => self.client.poll_left(cx, &mut self.record).map(|()| None),
         })
         .await
-    }
-
-    /// Judges the request again if the policy has changed.
-    fn judge_again(&mut self) -> Result<(), Failure> {
-        let request = || Some(head::view(&self.parts));
-        (self.client.flow).judge_again(&mut self.allowed, request)
     }
 
     /// Sends the request's body until the response's head has arrived.
@@ -442,24 +333,24 @@ impl Exchange {
         cx: &mut Context<'_>,
         upstream: &mut Upstream,
     ) -> Poll<Result<Response<RecvStream>, Ended>> {
-        self.client.record_progress();
+        self.client.stream.record_progress();
         self.judge_again().map_err(Ended::Failed)?;
         self.poll_upload(cx, upstream)?;
-        if self.memory.hold(self.cost + self.upload.kept()).is_err() {
+        if self.client.charge(0).is_err() {
             return Poll::Ready(Err(Ended::Overloaded));
         }
-        while self.interim_left > 0 {
+        while self.client.interim_left > 0 {
             match upstream.response.poll_informational(cx) {
                 Poll::Ready(Some(Ok(mut interim))) => {
                     let edits = response_edits(upstream.lease.is_peer());
                     Edits::of(edits).apply(interim.headers_mut());
-                    if !self.is_continued || interim.status() != StatusCode::CONTINUE {
+                    if !self.client.is_continued || interim.status() != StatusCode::CONTINUE {
                         // An error means that the client has closed, which is detected below.
-                        drop(self.respond.send_informational(interim));
+                        drop(self.client.respond.send_informational(interim));
                     }
-                    self.interim_left -= 1;
+                    self.client.interim_left -= 1;
                 }
-                Poll::Ready(_) => self.interim_left = 0,
+                Poll::Ready(_) => self.client.interim_left = 0,
                 // Nothing has arrived: the response would be pending too.
                 Poll::Pending => return self.poll_client_reset(cx),
             }
@@ -471,31 +362,31 @@ impl Exchange {
     }
 
     fn poll_client_reset<T>(&mut self, cx: &mut Context<'_>) -> Poll<Result<T, Ended>> {
-        let reset = self.respond.poll_reset(cx);
+        let reset = self.client.respond.poll_reset(cx);
         reset.map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))))
     }
 
     /// Relays the request's body. Fails if the client does. An upstream that reads no more may have
     /// responded already: that is not an error yet.
     fn poll_upload(&mut self, cx: &mut Context<'_>, upstream: &mut Upstream) -> Result<(), Ended> {
-        if self.upload.is_done() {
-            if self.upload.is_complete() {
+        if self.client.upload.is_done() {
+            if self.client.upload.is_complete() {
                 self.record.send_mirror();
             } else {
-                self.upload.drop_rest(cx);
+                self.client.upload.drop_rest(cx);
             }
             return Ok(());
         }
         let Upstream {
             to_upstream, lease, ..
         } = upstream;
-        match (self.upload).poll(cx, to_upstream, lease.io(), &mut self.record) {
-            Poll::Pending if self.upload.is_blocked() => {
-                self.upload.read_ahead(cx, &mut self.record);
+        match (self.client.upload).poll(cx, to_upstream, lease.io(), &mut self.record) {
+            Poll::Pending if self.client.upload.is_blocked() => {
+                self.client.upload.read_ahead(cx, &mut self.record);
             }
             Poll::Pending => {}
             Poll::Ready(Ok(())) => self.record.send_mirror(),
-            Poll::Ready(Err(RelayError::ReceiverClosed)) => self.upload.stop(),
+            Poll::Ready(Err(RelayError::ReceiverClosed)) => self.client.upload.stop(),
             Poll::Ready(Err(RelayError::Sender(error))) => {
                 return Err(Ended::Client(reset_code(&error)));
             }
@@ -518,7 +409,7 @@ impl Exchange {
         let from_proxy = upstream.lease.is_peer();
         let Ok(mut download) = self.send_head(response, from_proxy, plan, endpoint) else {
             upstream.to_upstream.send_reset(Reason::CANCEL);
-            return Outcome::Cancelled;
+            return Outcome::Left;
         };
         let address = endpoint.address;
         let relayed = poll_fn(|cx| self.poll_relay(cx, upstream, &mut download, address)).await;
@@ -526,31 +417,31 @@ impl Exchange {
             Ok(()) => {
                 upstream.lease.record_end();
                 self.record.response_end();
-                if self.upload.is_complete() {
+                if self.client.upload.is_complete() {
                     self.record.request_end();
                 }
-                Outcome::Ended
+                Outcome::Ended(End::Relayed)
             }
             Err(Ended::Client(code)) => {
                 upstream.to_upstream.send_reset(code);
                 self.cut_off("the client closed", code);
-                Outcome::Cancelled
+                Outcome::Left
             }
             Err(Ended::Overloaded) => {
                 upstream.to_upstream.send_reset(Reason::CANCEL);
                 let cut_off = "cut off: the client does not read it, and no memory is left for it";
                 self.fail_response(&Failure::MemoryExhausted, cut_off);
-                Outcome::Ended
+                Outcome::Ended(End::Relayed)
             }
             Err(Ended::Failed(failure)) => {
                 upstream.to_upstream.send_reset(Reason::CANCEL);
                 self.fail_response(&failure, &failure.to_string());
-                Outcome::Ended
+                Outcome::Ended(End::Relayed)
             }
             Err(Ended::Upstream(error)) => {
                 upstream.lease.record_end();
                 self.break_off(&error, address);
-                Outcome::Ended
+                Outcome::Ended(End::Relayed)
             }
         }
     }
@@ -572,11 +463,14 @@ impl Exchange {
         self.record
             .response(parts.status, b"", &parts.headers, Edits::default());
         let download = Relay::new(body, Message::Response { from_proxy });
-        let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
+        let is_grpc = self.client.is_grpc && head::is_grpc(&parts.headers);
         let head = Response::from_parts(parts, ());
-        let to_client = self.respond.send_response(head, download.is_done())?;
-        self.is_grpc = is_grpc;
-        self.to_client = Some(to_client);
+        let to_client = self
+            .client
+            .respond
+            .send_response(head, download.is_done())?;
+        self.client.is_grpc = is_grpc;
+        self.client.to_client = Some(to_client);
         Ok(download)
     }
 
@@ -588,11 +482,12 @@ impl Exchange {
         download: &mut Relay,
         address: SocketAddr,
     ) -> Poll<Result<(), Ended>> {
-        self.client.record_progress();
+        self.client.stream.record_progress();
         self.judge_again().map_err(Ended::Failed)?;
         self.poll_upload(cx, upstream)?;
-        if let Some(to_client) = self.to_client.as_mut().filter(|_| !download.is_done()) {
-            match download.poll(cx, to_client, &self.client.io, &mut self.record) {
+        let to_client = self.client.to_client.as_mut();
+        if let Some(to_client) = to_client.filter(|_| !download.is_done()) {
+            match download.poll(cx, to_client, &self.client.stream.io, &mut self.record) {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(RelayError::Sender(error))) => {
                     return Poll::Ready(Err(Ended::Upstream(error)));
@@ -610,22 +505,23 @@ impl Exchange {
                         0
                     };
                     upstream.lease.record_held(held);
-                    let held = held + self.upload.kept();
-                    if self.memory.hold(self.cost + held).is_err() {
+                    if self.client.charge(held).is_err() {
                         return Poll::Ready(Err(Ended::Overloaded));
                     }
-                    return to_client
-                        .poll_reset(cx)
-                        .map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))));
+                    let to_client = self.client.to_client.as_mut();
+                    return to_client.map_or(Poll::Pending, |to_client| {
+                        let reset = to_client.poll_reset(cx);
+                        reset.map(|code| Err(Ended::Client(code.unwrap_or(Reason::CANCEL))))
+                    });
                 }
             }
         }
-        if !self.upload.is_done() {
+        if !self.client.upload.is_done() {
             // The response has ended. The upstream may still read the request, until it resets it.
             if upstream.to_upstream.poll_reset(cx).is_pending() {
                 return Poll::Pending;
             }
-            self.upload.stop();
+            self.client.upload.stop();
         }
         Poll::Ready(Ok(()))
     }
@@ -641,7 +537,7 @@ impl Exchange {
     ) -> Result<Outcome, AttemptError> {
         let address = attempt.endpoint.address;
         let reason = error.to_string();
-        let is_repeatable = self.parts.method.is_idempotent() || !is_sent;
+        let is_repeatable = self.head.method.is_idempotent() || !is_sent;
         let acceptance = lease.acceptance();
         let rejected = AttemptError::handshake(address, &reason, acceptance, is_repeatable);
         if let Some(rejected) = rejected {
@@ -654,7 +550,7 @@ impl Exchange {
             return Err(AttemptError::over_limit(address, reason));
         }
         match error.reason() {
-            Some(code) if error.is_remote() && !unprocessed => Ok(Outcome::Reset(code)),
+            Some(code) if error.is_remote() && !unprocessed => Ok(Outcome::Ended(End::Reset(code))),
             Some(_) if error.is_library() => Err(AttemptError::malformed(address, reason)),
             _ if !lease.is_settled() && is_repeatable => Err(AttemptError::unsettled(address)),
             _ => {
@@ -671,7 +567,7 @@ impl Exchange {
         let code = reset_code(error);
         if error.is_reset() && error.is_remote() {
             self.cut_off("the application reset the stream", code);
-            return self.respond.send_reset(code);
+            return self.client.respond.send_reset(code);
         }
         let reason = error.to_string();
         let cut_off = format!("cut off before the response ended: {error}");
@@ -683,12 +579,12 @@ impl Exchange {
         self.record.fail(failure);
         self.record.cut_off(cut_off);
         let trailers = LocalReply::from(failure).grpc_trailers();
-        let ended = match &mut self.to_client {
-            Some(to_client) if self.is_grpc => to_client.send_trailers(trailers).is_ok(),
+        let ended = match &mut self.client.to_client {
+            Some(to_client) if self.client.is_grpc => to_client.send_trailers(trailers).is_ok(),
             _ => false,
         };
         if !ended {
-            self.respond.send_reset(match failure {
+            self.client.respond.send_reset(match failure {
                 Failure::HeadersTooLarge(_) | Failure::UpstreamTooLarge { .. } => {
                     Reason::ENHANCE_YOUR_CALM
                 }
@@ -701,20 +597,20 @@ impl Exchange {
     fn reply(&mut self, answer: Answer) {
         let is_failure = matches!(answer, Answer::Failure(_));
         let reply = self.record.local_reply(answer);
-        let head_only = self.parts.method == Method::HEAD;
-        let (head, body) = if self.is_grpc && is_failure {
+        let head_only = self.head.method == Method::HEAD;
+        let (head, body) = if self.client.is_grpc && is_failure {
             reply.grpc()
         } else {
             reply.http2(head_only)
         };
         // A client that has closed needs no response. Dropped, the stream tells the client that the
         // rest of its request is not read.
-        if let Ok(mut stream) = self.respond.send_response(head, body.is_empty())
+        if let Ok(mut stream) = self.client.respond.send_response(head, body.is_empty())
             && !body.is_empty()
         {
-            let _ = stream.send_data(self.client.io.queue(body), true);
+            let _ = stream.send_data(self.client.stream.io.queue(body), true);
         }
-        self.client.io.queue_ended(self.cost);
+        self.client.stream.io.queue_ended(self.client.cost);
     }
 
     fn cut_off(&mut self, what: &str, code: Reason) {
@@ -722,18 +618,60 @@ impl Exchange {
     }
 }
 
-/// The client of a request that is not forwarded yet.
-struct Waiting<'a> {
-    respond: &'a mut SendResponse<Queued>,
-    upload: &'a mut Relay,
-    stream: &'a Stream,
-    memory: &'a mut Charge,
-    cost: usize,
-    request: &'a RequestView<'a>,
-    is_continued: &'a mut bool,
-}
+impl Protocol for Http2 {
+    type Head = Parts;
+    type End = End;
+    type Tunnel = Tunnel;
 
-impl Client for Waiting<'_> {
+    fn view(head: &Parts) -> RequestView<'_> {
+        head::view(head)
+    }
+
+    fn prepare(exchange: &mut Exchange, plan: &Plan, flow: &Flow) -> Result<(), Failure> {
+        let own = flow.request_edits();
+        let prepared = head::prepare(&mut exchange.head, exchange.added.edits(plan, &own));
+        let request = head::view(&exchange.head);
+        exchange.record.request(&request, Edits::default());
+        let copied = || CallHead::Http2(Box::new(exchange.head.clone()));
+        exchange.record.mirror(plan.mirrors(), &request, copied);
+        prepared
+    }
+
+    fn add_policy_fields(exchange: &mut Exchange, plan: &Plan, flow: &Flow) {
+        let own = flow.request_edits();
+        exchange
+            .added
+            .edits(plan, &own)
+            .apply(&mut exchange.head.headers);
+        let request = head::view(&exchange.head);
+        exchange.record.request(&request, Edits::default());
+    }
+
+    fn attempt(
+        exchange: &mut Exchange,
+        plan: &Plan,
+        flow: &Flow,
+        attempt: &mut Attempt<'_>,
+    ) -> impl Future<Output = Result<Outcome, AttemptError>> {
+        exchange.attempt(plan, flow, attempt)
+    }
+
+    async fn tunnel(
+        exchange: &mut Exchange,
+        tunnel: Tunnel,
+        plan: &Plan,
+        attempt: Attempt<'_>,
+    ) -> Outcome {
+        let (response, mut upstream) = *tunnel;
+        let relayed = exchange.relay_response(response, &mut upstream, plan, &attempt.endpoint);
+        relayed.await
+    }
+
+    fn poll_left(&mut self, cx: &mut Context<'_>, record: &mut ExchangeRecord) -> Poll<()> {
+        self.upload.read_ahead(cx, record);
+        self.poll_gone(cx)
+    }
+
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.respond.poll_reset(cx).map(drop)
     }
@@ -741,16 +679,17 @@ impl Client for Waiting<'_> {
     async fn read_body(
         &mut self,
         max: usize,
+        expects_continue: bool,
         record: &mut ExchangeRecord,
     ) -> Result<Option<Bytes>, Failure> {
         poll_fn(|cx| {
             self.stream.record_progress();
             let read = self.upload.poll_start(cx, max, record);
-            self.memory.hold(self.cost + self.upload.kept())?;
+            self.charge(0)?;
             if let Poll::Ready(read) = read {
                 return Poll::Ready(Ok(read.ok()));
             }
-            if self.request.expects_continue() && !mem::replace(self.is_continued, true) {
+            if expects_continue && !mem::replace(&mut self.is_continued, true) {
                 let mut interim = Response::new(());
                 *interim.status_mut() = StatusCode::CONTINUE;
                 // An error means that the client has closed, which is detected below.
@@ -759,6 +698,18 @@ impl Client for Waiting<'_> {
             self.poll_gone(cx).map(|()| Ok(None))
         })
         .await
+    }
+
+    fn rewind(&mut self) -> bool {
+        self.upload.rewind()
+    }
+}
+
+impl Http2 {
+    /// Charges what the exchange holds, with this part of its response.
+    fn charge(&mut self, response: usize) -> Result<(), Failure> {
+        let held = self.cost + self.upload.kept() + response;
+        self.memory.hold(held)
     }
 }
 
