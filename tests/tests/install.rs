@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::env;
 use std::io::Write;
 use std::process::{Command, Stdio};
+use std::sync::Once;
 
 use anyhow::{Context, Result, ensure};
 use diy_mesh::install::{self, Values};
@@ -100,13 +101,16 @@ fn chart_rejects_invalid_values() -> Result<()> {
     Ok(())
 }
 
+/// Go has built helm, which takes minutes.
+static BUILT: Once = Once::new();
+
 /// The output of `helm template`, or its error. `None` without helm.
 fn template(namespace: &str, values: &str) -> Result<Option<Result<String>>> {
     let mut helm = Command::new("helm");
     if env::var_os("CI").is_some() {
-        helm = Command::new("go");
-        helm.args(["tool", "helm"])
-            .current_dir(root().join("tests/helm"));
+        // Two tests that begin at the same time would compile it twice.
+        BUILT.call_once(|| drop(go_helm().arg("version").output()));
+        helm = go_helm();
     }
     helm.args(["template", "mesh"])
         .arg(root().join("manifests/chart"));
@@ -116,6 +120,13 @@ fn template(namespace: &str, values: &str) -> Result<Option<Result<String>>> {
         Ok(Some(text)) => Ok(Some(Ok(text))),
         Err(error) => Ok(Some(Err(error))),
     }
+}
+
+fn go_helm() -> Command {
+    let mut go = Command::new("go");
+    go.args(["tool", "helm"])
+        .current_dir(root().join("tests/helm"));
+    go
 }
 
 /// The output of a program, or `None` if it does not exist, except with `CI=true`.
