@@ -8,7 +8,8 @@ fn main() {
 }
 
 /// The version of the package, and in release builds from a git checkout the commit. Debug builds
-/// would be rebuilt after each commit. Without a length, that of the commit depends on the checkout.
+/// would be rebuilt after each commit. Without a fixed length, the length of the commit depends on
+/// the checkout.
 fn version() -> String {
     let version = env::var("CARGO_PKG_VERSION").expect("cargo sets CARGO_PKG_VERSION");
     if env::var("PROFILE").is_ok_and(|profile| profile == "debug") {

@@ -96,7 +96,7 @@ pub struct Traffic {
 /// The routes of a Service port. Only our controller has them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Routes {
-    /// None, as in all other cases.
+    /// No routes, as in all other cases.
     None,
     /// HTTPRoutes with a path each. The last one matches all requests of the benchmark.
     Paths(u16),
@@ -105,7 +105,7 @@ pub enum Routes {
 }
 
 impl Routes {
-    /// Those with a Service port of their own.
+    /// The routes with a Service port of their own.
     pub const ALL: [Routes; 4] = [
         Routes::Paths(10),
         Routes::Paths(100),
@@ -284,9 +284,9 @@ pub enum Metric {
     LatencyP50,
     /// 99th percentile of the latency.
     LatencyP99,
-    /// Median latency minus that of the direct side.
+    /// Median latency minus the median latency of the direct side.
     AddedP50,
-    /// 99th percentile minus that of the direct side.
+    /// 99th percentile minus the 99th percentile of the direct side.
     AddedP99,
     /// Throughput.
     Gigabits,

@@ -58,7 +58,7 @@ struct RawConfig {
     /// With --profile: count system calls with strace instead
     #[arg(long, requires = "profile")]
     strace: bool,
-    /// Directory of proxy, proxy-init and controller [default: that of this program]
+    /// Directory of proxy, proxy-init and controller [default: the directory of this program]
     #[arg(long, value_name = "DIRECTORY")]
     bin_dir: Option<PathBuf>,
     /// Proxy executable

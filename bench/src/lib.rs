@@ -160,7 +160,7 @@ fn run(config: &Config, namespaces: &NamespaceSet) -> Result<ExitCode> {
 struct Testbed {
     running: Vec<Running>,
     control: Option<Control>,
-    /// Of the side with telemetry, whose state has its own directory.
+    /// The controller of the side with telemetry, whose state has its own directory.
     telemetry: Option<Control>,
     /// For the cases without proxies.
     certificates: Option<CertificateBench>,

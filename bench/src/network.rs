@@ -1,4 +1,4 @@
-//! Network namespaces of a run, and their removal, including those of an earlier run.
+//! Network namespaces of a run, and their removal, including the namespaces of an earlier run.
 //!
 //! Each side has its own pair, so that all sides run at the same time:
 //!

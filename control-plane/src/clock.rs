@@ -93,8 +93,9 @@ impl fmt::Display for Difference {
 
 /// Compares the own clock with the clocks of the API server and of other replicas.
 ///
-/// A replica whose clock differs from the trusted time is wrong. Of two clocks, neither is. Of four
-/// or more clocks without a majority, the half with the API server is right.
+/// A replica whose clock differs from the trusted time is wrong. If there are two clocks, neither
+/// is wrong. If there are four or more clocks without a majority, the half with the API server is
+/// right.
 pub fn judge(own: SystemTime, server: Option<SystemTime>, replicas: &[SystemTime]) -> Verdict {
     let mut all = [replicas, server.as_slice(), &[own]].concat();
     all.sort_unstable();
@@ -177,7 +178,7 @@ impl Default for Clock {
 }
 
 impl Clock {
-    /// A clock that is compared with no other yet.
+    /// A clock that is not compared with others yet.
     pub fn new(own: impl Fn() -> SystemTime + Send + Sync + 'static) -> Clock {
         Clock(Arc::new(Inner {
             own: Box::new(own),
@@ -280,7 +281,7 @@ mod tests {
                 (Some(0), &[0][..]),
                 (Some(0), &[0, 0]),
                 (None, &[0, 0]),
-                // Of three replicas, another one is wrong, too.
+                // Another one of three replicas is wrong, too.
                 (Some(0), &[0, skew]),
                 (Some(skew), &[0, 0, 0]),
             ] {

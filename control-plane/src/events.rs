@@ -1,7 +1,7 @@
 //! Kubernetes Events. Best effort: the log has all messages.
 //!
-//! Namespaces take turns: one with many events delays those of another one by one event for each of
-//! its own, and while the queue is full, only the namespaces with the most events lose some.
+//! Namespaces take turns: one with many events delays each event of another one by one event. While
+//! the queue is full, only the namespaces with the most events lose some.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

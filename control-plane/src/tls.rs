@@ -2,7 +2,8 @@
 //! completed handshake, and the time that each may take.
 //!
 //! Each connection has a slot (`runtime/src/admission.rs`), held by the client's address until the
-//! client has authenticated, then by its pod. What is kept for the client is charged to the slot.
+//! client has authenticated, then by its pod. Memory that is kept for the client is charged to the
+//! slot.
 //!
 //! From its first byte until the client has authenticated, a connection also has one of fewer slots,
 //! which the addresses hold and wait for: thousands of clients behind one address get in one after
@@ -47,7 +48,7 @@ pub struct Limits {
 pub enum Holder {
     /// All clients that have not authenticated.
     Unauthenticated,
-    /// Those at one [`network`].
+    /// The unauthenticated clients at one [`network`].
     Address(IpAddr),
     /// The pods of a namespace.
     Namespace(Arc<str>),
@@ -209,8 +210,9 @@ impl Client {
         Arc::new(client)
     }
 
-    /// Serves the connection. None if another connection takes its slot before it ends. Pinned by the
-    /// caller: a future that is passed by value is in memory once more for each function.
+    /// Serves the connection. Returns `None` if another connection takes its slot before it ends.
+    /// Pinned by the caller: a future that is passed by value is in memory once more for each
+    /// function.
     pub async fn run<T>(&self, work: Pin<&mut impl Future<Output = T>>) -> Option<T> {
         let in_handshake_slot = pin!(self.handshake.run(work));
         self.connection.run(in_handshake_slot).await.flatten()
@@ -379,7 +381,7 @@ mod tests {
                 ),
                 started,
             );
-            // Of those with a call, the youngest ends.
+            // Among connections with a call, the youngest ends.
             assert_eq!((first.is_ok(), second.is_ok()), (!call, call));
             let waited = started.unwrap() - other.started;
             assert!(

@@ -1,7 +1,7 @@
 //! An object that is checked after the API server has stored it. Pure.
 //!
-//! What is invalid has no effect, or its requests fail; the rest applies. Only the latest state of the
-//! object decides, so that all replicas agree, also after a restart.
+//! An invalid part has no effect, or its requests fail. The rest applies. Only the latest state of
+//! the object decides, so that all replicas agree, also after a restart.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::routes::{
 /// A route, a split, a policy, or the annotations of a canary.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checked<T> {
-    /// The kind. Of a canary, Service.
+    /// The kind. For a canary: Service.
     pub kind: Kind,
     /// Namespace and name.
     pub key: Key,
@@ -27,15 +27,15 @@ pub struct Checked<T> {
     pub created: i64,
     /// The parents or targets.
     pub parents: Vec<ParentReference>,
-    /// What applies, or why nothing does.
+    /// The content that applies, or the reason why none applies.
     pub content: Result<T, Rejection>,
-    /// What is invalid, while the content applies.
+    /// The invalid part of an object whose content applies.
     pub invalid: Option<Rejection>,
     /// A field with a value that has no effect.
     pub ignored: Option<&'static str>,
     /// At least the length of its part of a message.
     pub bytes: usize,
-    /// What the API server has dropped of what was applied.
+    /// The applied fields that the API server has dropped.
     pub dropped: Option<Arc<String>>,
 }
 

@@ -1,7 +1,7 @@
-//! Kubernetes Events about refused certificates and what proxies tell of themselves, roots that cannot
-//! be published, rotations that make no progress and CAs that expire, routes that have no status, and
-//! kinds that cannot be read, on the pod, the ConfigMap, the Secret, the route and the Deployment of
-//! the controller.
+//! Kubernetes Events about refused certificates and states of proxies, and about roots that cannot
+//! be published. Also about rotations without progress, CAs that expire, routes without a status,
+//! and kinds that cannot be read. They are on the pod, the ConfigMap, the Secret, the route and the
+//! Deployment of the controller.
 
 use std::collections::BTreeMap;
 use std::time::SystemTime;
@@ -127,7 +127,7 @@ fn new_errors<'a>(
         .filter(|(place, error)| !error.is_empty() && before.get(*place) != Some(error))
 }
 
-/// What a rotation waits for, if it has made no progress for too long.
+/// A description of a rotation that has made no progress for too long.
 fn stuck(rotation: &Rotation, now: u64) -> Option<String> {
     let is_stuck = rotation.phase != Phase::Steady.name()
         && !rotation.waiting.is_empty()

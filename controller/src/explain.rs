@@ -1,6 +1,6 @@
-//! What is in force, for people: the routes of a Service, and who may call pods. It is read from the
-//! controller's index, or from one that is made of objects in files. Pure: the index decides, as in
-//! discovery.
+//! Descriptions of the state in force: the routes of a Service, and the permitted callers of pods.
+//! They are read from the controller's index, or from an index of objects in files. Pure: the index
+//! decides, as in discovery.
 
 pub mod authorization;
 
@@ -40,8 +40,8 @@ pub fn opened(objects: &[Value]) -> Vec<String> {
     index.opened().into_iter().map(describe).collect()
 }
 
-/// An index of these objects, and what of them cannot be read. Of several with a name, the last one
-/// counts. `mesh`: the namespace of the mesh.
+/// An index of these objects, and the errors and unknown fields in them. The last of several
+/// objects with one name counts. `mesh`: the namespace of the mesh.
 pub fn index(objects: &[Value], mesh: &str, trust_domain: &str) -> (Index, Vec<String>) {
     let (mut index, mut touched) = (Index::of_mesh(mesh), Touched::default());
     let mut problems = Vec::new();
@@ -109,7 +109,7 @@ pub fn summary(index: &Index, service: &Key, clients: &str) -> Option<GetRoutesR
     })
 }
 
-/// The objects that decide about the requests of these clients: those of their namespace and of the
+/// The objects that decide about the requests of these clients, from their namespace and from the
 /// namespace of the Service.
 pub fn deciding(index: &Index, service: &Key, clients: &str) -> Vec<RouteId> {
     let all = index.objects_of_service(service).into_iter();
@@ -297,7 +297,7 @@ fn fault(fault: &proto::Fault) -> Row {
         .then(|| format!("status {} for {}", fault.abort_status, share(fault.aborted)));
     let requests = match fault.matches.len() {
         0 => "all, before the rules".to_owned(),
-        matches => format!("those of {matches} matches, before the rules"),
+        matches => format!("requests of {matches} matches, before the rules"),
     };
     Row {
         requests,
@@ -334,7 +334,7 @@ fn conditions(one: &Match) -> String {
     }
 }
 
-/// What the called pods do with the requests of a rule.
+/// The decision of the called pods about the requests of a rule.
 fn asks(server: &str) -> String {
     match server {
         "" => "refused by the called pods".to_owned(),

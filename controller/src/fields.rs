@@ -15,8 +15,8 @@ use crate::routes::parse::{not, shortened, unsupported};
 /// The annotation in which `kubectl apply` keeps the object that it has sent.
 pub const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
-/// The fields of a spec that `kubectl apply` has sent, by its annotation, and that the API server has
-/// not stored: it drops fields that a kind does not have, such as misspelt ones.
+/// The fields of a spec that `kubectl apply` has sent, by its annotation, and the API server has
+/// not stored. It drops fields that a kind does not have, such as misspelt ones.
 pub fn dropped(last_applied: &str, spec: &Value) -> Vec<String> {
     let applied: Value = serde_json::from_str(last_applied).unwrap_or_default();
     let lost = lost(&applied["spec"], spec, any_item).into_iter();
@@ -151,7 +151,7 @@ fn invalid(at: &str, path: &str, error: impl Display) -> Rejection {
     Rejection::new(UNSUPPORTED_VALUE, shortened(&message))
 }
 
-/// A duration in milliseconds, whose text is that of GEP-2257.
+/// A duration in milliseconds. Its text has the format of GEP-2257.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Milliseconds(pub u64);
 

@@ -5,9 +5,9 @@
 //! to its queue. A queue contains each topic once: a slow reader gets the latest state, and queues
 //! stay bounded.
 //!
-//! Two locks: that of the index, and that of the subscribers, in this order. States are resolved
-//! under a shared lock of the index only, so streams read their queues meanwhile. The conditions of
-//! `acknowledgements` have a lock of their own, which is taken alone.
+//! Two locks, taken in this order: the lock of the index, and the lock of the subscribers. States
+//! are resolved under a shared lock of the index only, so streams read their queues meanwhile. The
+//! conditions of `acknowledgements` have a lock of their own, which is taken alone.
 //!
 //! [`Hub::follow`] alone changes the index. It works in slices of a few milliseconds, without a lock
 //! between them. Namespaces take turns in publications, so that none waits for the states of another.
@@ -107,7 +107,7 @@ pub struct Hub {
     changed_statuses: watch::Sender<BTreeSet<RouteId>>,
     /// The keys of issuers: when to fetch which, and what was fetched.
     fetches: Arc<Mutex<Schedule>>,
-    /// What connected proxies do with routes and policies.
+    /// The outcomes of routes and policies at connected proxies.
     reports: Arc<Mutex<Reports>>,
     /// The endpoints of former states.
     history: Arc<Mutex<History>>,
@@ -131,9 +131,9 @@ pub struct Counts {
     pub subscriptions: usize,
     /// Streams of proxies of an earlier release, without routes and policies.
     pub earlier: usize,
-    /// Those without AuthorizationPolicies.
+    /// Streams of proxies that apply no AuthorizationPolicies.
     pub unauthorizing: usize,
-    /// Those without AuthorizationPolicies about calls by their pods.
+    /// Streams of proxies that apply no AuthorizationPolicies about calls by their pods.
     pub without_egress: usize,
     /// Streams of proxies that apply no telemetry.
     pub without_telemetry: usize,
@@ -419,7 +419,7 @@ impl Hub {
         }
     }
 
-    /// What subscribers claim to know, for the source of the catalog.
+    /// The claims of subscribers about later events, for the source of the catalog.
     pub fn claims(&self) -> &Claims {
         &self.claims
     }
@@ -508,8 +508,8 @@ impl Hub {
         subscribers.update(index, resource, resolved, &mut history);
     }
 
-    /// The time for which the locks were held at most: that of the index, exclusive and shared, and
-    /// that of the subscribers.
+    /// The longest times for which the locks were held: the lock of the index, exclusive and
+    /// shared, and the lock of the subscribers.
     pub fn longest_holds(&self) -> [Duration; 3] {
         self.holds.each_ref().map(Holds::longest)
     }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::policy;
 
-/// What the mesh knows about a kind.
+/// The properties of a kind.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
     /// The name in Kubernetes.
@@ -111,7 +111,7 @@ kinds! {
     /// A TrafficPolicy.
     TrafficPolicy: "TrafficPolicy", policy::GROUP, "trafficpolicies", [policy::VERSION],
         Custom, Status, [];
-    /// A TrafficSplit of SMI. Of the earlier versions, v1alpha2 has no matches.
+    /// A TrafficSplit of SMI. Its earlier version v1alpha2 has no matches.
     TrafficSplit: "TrafficSplit", SPLIT, "trafficsplits", ["v1alpha4", "v1alpha3", "v1alpha2"],
         Custom, Events, [];
     /// An HTTPRouteGroup of SMI.

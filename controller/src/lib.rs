@@ -343,7 +343,7 @@ fn add_conditions(
     readiness.check("catalog updates", move || freshness.stale());
 }
 
-/// What is measured for each scrape.
+/// The sources of the measurements for each scrape.
 struct Sources {
     hub: Hub,
     freshness: Freshness,

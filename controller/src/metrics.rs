@@ -293,7 +293,7 @@ pub fn encode_queues(
         ("events", events.queued()),
         ("subscribers", hub.waiting()),
     ];
-    let help = "What waits: changes for the index (at most 1,024), Kubernetes Events (at most 64), and subscribers with states that their stream has not taken";
+    let help = "Waiting items: changes for the index (at most 1,024), Kubernetes Events (at most 64), and subscribers with states that their stream has not taken";
     let lengths = lengths.map(|(of, length)| (of, length as i64));
     encode_gauges(encoder, "queued", help, "of", lengths)
 }

@@ -42,7 +42,7 @@ pub struct ConnectedProxy {
     pub connected_since: SystemTime,
     /// The latest status, if the proxy has reported one.
     pub status: Option<ProxyStatus>,
-    /// The clock of the proxy ahead of that of the controller, in milliseconds, at that time.
+    /// The clock of the proxy ahead of the clock of the controller, in milliseconds, at that time.
     pub clock_skew: i64,
     /// The latest exceptions, encoded.
     pub exceptions: Bytes,
@@ -51,7 +51,7 @@ pub struct ConnectedProxy {
 }
 
 impl ConnectedProxy {
-    /// What the proxy has reported in the latest interval about its own pod, encoded.
+    /// The traffic that the proxy has reported in the latest interval about its own pod, encoded.
     pub fn traffic(&self, now: Instant) -> Option<(&PodRef, &Bytes)> {
         let (traffic, at) = self.traffic.as_ref()?;
         let is_current = now.saturating_duration_since(*at) <= MAX_TRAFFIC_AGE;
@@ -192,7 +192,7 @@ impl ConnectedGuard {
     }
 }
 
-/// What the proxy of a stream has been told about the watch of its namespace.
+/// The watch of the namespace of a stream's proxy, and its end as told to the proxy.
 #[derive(Debug)]
 pub struct Watched {
     proxies: Proxies,

@@ -1,6 +1,6 @@
-//! What one caller may hold at the same time: connections, calls and bytes. A caller is a pod, by its
-//! UID, or else a user. Never an address: a gateway or a node that translates addresses is one
-//! address of many callers.
+//! The limits of one caller: connections, calls and bytes at the same time. A caller is a pod, by
+//! its UID, or else a user. It is never an address: a gateway or a node that translates addresses
+//! is one address of many callers.
 //!
 //! Subscriptions, and answers that are not sent yet, are charged in bytes to the slot of their
 //! connection, in the tree of `runtime/src/admission.rs`: to the pod within its namespace. A caller may
@@ -25,7 +25,7 @@ use tonic::Status;
 
 use crate::authenticate::Caller;
 
-/// Of a replica. A proxy has one or two.
+/// The maximum number of connections of a replica. A proxy has one or two.
 const MAX_ALL_CONNECTIONS: usize = 50_000;
 /// A proxy has one or two.
 pub const MAX_CONNECTIONS: usize = 16;
@@ -35,8 +35,8 @@ pub const MAX_CALLS: usize = 16;
 /// its calls are refused without work.
 const MAX_FAILURES: u32 = 20;
 const FAILURE_INTERVAL: Duration = Duration::from_secs(1);
-/// The memory of a subscription with a state that no other subscriber has, as of an unknown address;
-/// also of a Service in WatchServices.
+/// The memory of a subscription whose state is not shared, such as the state of an unknown address;
+/// also the memory of a Service in WatchServices.
 pub const SUBSCRIPTION_BYTES: usize = 2048;
 /// Subscriptions of a stream, far more than the destinations of a pod. Locks are held while all of
 /// them end.
@@ -390,7 +390,7 @@ mod tests {
             quotas.charged(),
             (2200 * SUBSCRIPTION_BYTES, 1200 * SUBSCRIPTION_BYTES)
         );
-        // What ends is free for all.
+        // The bytes of ended streams are free for all.
         hostile.truncate(1);
         drop((shop, other));
         hostile[0].add(100 * SUBSCRIPTION_BYTES).unwrap();
@@ -424,8 +424,8 @@ mod tests {
         }
     }
 
-    /// What all pods do in the five seconds between two requests for what was refused, in random
-    /// order. Whether something has changed.
+    /// One round of all pods, in random order, in the five seconds between two requests for refused
+    /// resources. Returns whether something has changed.
     fn round(pods: &mut [Pod], quotas: &Quotas, random: &mut fastrand::Rng) -> bool {
         let held = |pods: &[Pod]| pods.iter().map(|pod| pod.held).sum::<usize>();
         let before = held(pods);
@@ -469,7 +469,7 @@ mod tests {
                 assert_eq!(quotas.charged().0, used * SUBSCRIPTION_BYTES);
                 assert!(used <= 2 * budget, "seed {seed}: {used} of {budget}");
             }
-            // From now on, what they want stays. Those without a connection come back.
+            // From now on, the demand of the pods stays. Pods without a connection come back.
             let lost = pods.iter_mut().filter(|_| random.bool());
             lost.for_each(Pod::disconnect);
             round(&mut pods, &quotas, &mut random);

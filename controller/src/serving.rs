@@ -199,7 +199,7 @@ pub fn server(tls: Arc<ServerConfig>, listener: TcpListener, quotas: &Quotas) ->
 /// The client of a connection.
 #[derive(Clone)]
 pub struct Peer {
-    /// Its address. None if it has disconnected.
+    /// Its address. `None`: it has disconnected.
     pub address: Option<SocketAddr>,
     client: Arc<Client>,
     /// The place of the connection in the quota of the caller that it authenticated first.
@@ -216,7 +216,7 @@ impl Peer {
         }
     }
 
-    /// Serves the connection. None if another connection takes its slot before it ends.
+    /// Serves the connection. Returns `None` if another connection takes its slot before it ends.
     pub async fn run<T>(&self, work: Pin<&mut impl Future<Output = T>>) -> Option<T> {
         self.client.run(work).await
     }
@@ -236,7 +236,7 @@ impl Peer {
         self.client.call()
     }
 
-    /// What the connection holds for a call: nothing yet.
+    /// The charge of a call to the connection: nothing yet.
     pub fn charge(&self) -> Charge {
         Charge::new(self.client.slot().clone())
     }

@@ -36,7 +36,7 @@ const OURS: &str = "diy-service-mesh";
 #[ignore = "needs a cluster: KUBECONFIG"]
 async fn controller_serves_a_cluster_with_minimal_permissions() {
     let cluster = Cluster::make().await;
-    // What it made is removed also when it fails.
+    // The objects of the scenario are removed also when it fails.
     let result = AssertUnwindSafe(scenario(&cluster)).catch_unwind().await;
     cluster.remove().await;
     if let Err(panic) = result {
@@ -204,7 +204,7 @@ fn rules_of_custom_kinds() -> Vec<Value> {
     rules
 }
 
-/// What a client is answered, once the API server has found the time to look at its token.
+/// The answer for a client, once the API server has reviewed its token.
 async fn answered(client: &mut support::Client) -> Result<Vec<proto::Service>, tonic::Status> {
     let deadline = Instant::now() + TEST_TIMEOUT;
     loop {

@@ -43,7 +43,7 @@ const ROOTS: &str = "diy-service-mesh-roots";
 #[ignore = "needs a cluster: KUBECONFIG"]
 async fn replicas_share_publish_and_rotate_a_ca_with_minimal_permissions() {
     let cluster = Cluster::make().await;
-    // What it made is removed also when it fails.
+    // The objects of the scenario are removed also when it fails.
     let result = AssertUnwindSafe(scenario(&cluster)).catch_unwind().await;
     cluster.remove().await;
     if let Err(panic) = result {
@@ -89,7 +89,7 @@ async fn scenario(cluster: &Cluster) {
         namespaces.collect::<BTreeSet<_>>(),
         [cluster.mesh.clone(), cluster.shop.clone()].into()
     );
-    // A namespace that does not exist holds up no other.
+    // A namespace that does not exist does not hold up others.
     one.knows("no-such-namespace-of-ours", false);
     cluster
         .until("the failure is known", async || {

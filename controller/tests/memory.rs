@@ -22,8 +22,8 @@ use tokio::time::{sleep, timeout};
 const LIMIT: u64 = (512 - 120) * 1024 * 1024;
 const ORDINARY_PODS: usize = 20_000;
 const LARGE_PODS: usize = 30;
-/// Of each kind of custom resources, a full page: half just below the limit of an object, half just
-/// above.
+/// Objects of each kind of custom resources, a full page: half just below the limit of an object,
+/// half just above.
 const POLICIES: usize = 50;
 /// The kinds of custom resources that the cluster has.
 const INSTALLED: [&str; 9] = [

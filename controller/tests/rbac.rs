@@ -27,7 +27,7 @@ const MESH: &str = "service-mesh";
 const UNUSED: [&str; 4] = [
     // Another namespace has its first policy.
     "update configmaps diy-service-mesh-authorization",
-    // What pods were called by is written again some minutes later.
+    // The callers of pods are written again some minutes later.
     "update configmaps",
     // A restore of etcd changes the epoch.
     "patch configmaps diy-service-mesh-epoch",
@@ -208,7 +208,7 @@ impl Rule {
         self.rule.resource_names.as_deref().unwrap_or_default()
     }
 
-    /// What the rule permits, as [`Call::permission`].
+    /// The permissions of the rule, as [`Call::permission`].
     fn permissions(&self) -> Vec<(&Rule, String)> {
         let mut names: Vec<_> = self.names().iter().map(|name| Some(&**name)).collect();
         if names.is_empty() {

@@ -317,7 +317,7 @@ endpoints: [{{addresses: [10.0.0.1], targetRef: {{kind: Pod, name: web-1, namesp
     let denied = get(other().await, "shop", true).await.unwrap_err();
     assert_eq!(denied.code(), Code::PermissionDenied);
     assert_eq!(get(viewer().await, "shop", true).await.unwrap(), [expected]);
-    // None of the other calls has said so.
+    // The other calls have not said so.
     assert_eq!(proxy.said().await, ": report for 15 s");
     report(&mut proxy, vec![0; 8193]).await;
     assert_eq!(get(viewer().await, "", false).await.unwrap(), []);
@@ -445,7 +445,7 @@ spec: {{clusterIP: 10.96.0.7, clusterIPs: [10.96.0.7], ports: [{ports}]}}
         assert!(prost::Message::encoded_len(&page) < 2 * 1024 * 1024);
         assert!(
             !format!("{page:?}").contains("of-secret"),
-            "that of another namespace"
+            "a name of another namespace"
         );
         ports.extend(page.ports.iter().map(|one| one.port));
         (pages, token) = (pages + 1, page.next_page_token);

@@ -13,7 +13,7 @@ pub const INJECT: &str = "diy-service-mesh/inject";
 pub const INBOUND: &str = "diy-service-mesh/inbound";
 /// Marks injected pods. Written by the injector, read by the controller.
 pub const STATUS: &str = "diy-service-mesh/status";
-/// What asks Prometheus to scrape a pod, where it is configured to read these annotations.
+/// The annotations that ask Prometheus to scrape a pod, where it is configured to read them.
 pub const SCRAPE: [&str; 3] = [
     "prometheus.io/scrape",
     "prometheus.io/port",

@@ -19,12 +19,12 @@ const SHUTDOWN_DELAY_EPHEMERAL: u64 = 0;
 #[derive(Clone, Debug, Parser)]
 #[command(name = "injector", version, about)]
 pub struct Flags {
-    /// Image of the proxy container
-    /// [default: that of init container proxy-image of the injector's pod]
+    /// Image of the proxy container [default: the image of init container proxy-image of the
+    /// injector's pod]
     #[arg(long, env, value_name = "IMAGE", value_parser = image, required_unless_present = "pod_name")]
     pub image_to_deploy_proxy: Option<String>,
-    /// Image of the proxy-init container
-    /// [default: that of init container proxy-init-image of the injector's pod]
+    /// Image of the proxy-init container [default: the image of init container proxy-init-image of
+    /// the injector's pod]
     #[arg(long, env, value_name = "IMAGE", value_parser = image, required_unless_present = "pod_name")]
     pub image_to_deploy_proxy_init: Option<String>,
     /// Name of the injector's pod [required without the images]
@@ -151,8 +151,8 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Settings that decide about pods as those of the mesh in this namespace, without images and
-    /// addresses.
+    /// Settings that decide about pods like the settings of the mesh in this namespace, without
+    /// images and addresses.
     pub fn of_mesh(mesh_namespace: &str) -> Self {
         Self {
             proxy_image: String::new(),

@@ -50,7 +50,7 @@ pub struct Ports {
 }
 
 impl Ports {
-    /// The ports of a pod whose containers declare none of them.
+    /// The ports of a pod whose containers do not declare these ports.
     pub const DEFAULT: Self = Self {
         inbound: 4000,
         outbound: 5000,

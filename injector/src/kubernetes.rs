@@ -2,7 +2,7 @@
 //! `caBundle` of the webhook configuration.
 //!
 //! Level-triggered: every change of either object, and every minute, both are read and corrected.
-//! The injector writes no other object, and no other field of the webhook configuration.
+//! The injector does not write other objects or other fields of the webhook configuration.
 //!
 //! The API server is the only client of the webhook, so its clock alone judges the certificates: the
 //! `Date` of its responses.
@@ -50,8 +50,8 @@ pub async fn client() -> Result<Client, Error> {
         .map_err(|error| Error::Client(Box::new(error)))
 }
 
-/// Fills in the images that are empty with those of the init containers of the injector's pod.
-/// There, unlike in variables, kustomize and other tools find and replace them.
+/// Fills in empty images with the images of the init containers of the injector's pod. There,
+/// unlike in variables, kustomize and other tools find and replace them.
 pub async fn read_images(settings: &mut Settings, pod: &str) -> Result<(), Error> {
     let pods: Api<Pod> = Api::namespaced(client().await?, &settings.mesh_namespace);
     let pod = api(&format!("read pod {pod}"), pods.get(pod)).await?;
@@ -252,8 +252,8 @@ impl Reconciler<'_> {
 /// A strategic merge patch for the webhooks whose `caBundle` differs from `bundle`, or `None` if
 /// all match.
 ///
-/// It contains the resource version, so that the API server rejects it if the configuration has
-/// changed, and no field but `caBundle`, so that the injector owns no other field.
+/// The patch contains the resource version, so that the API server rejects it if the configuration
+/// has changed. `caBundle` is its only field, so that the injector owns only this field.
 fn ca_bundle_patch(
     configuration: &MutatingWebhookConfiguration,
     bundle: &str,

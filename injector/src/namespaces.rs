@@ -46,7 +46,7 @@ impl Source {
 }
 
 impl Namespaces {
-    /// The namespaces in a folder, or those of the Kubernetes API.
+    /// The namespaces in a folder, or the namespaces of the Kubernetes API.
     pub async fn open(folder: Option<&Path>) -> Result<Self, publish::Error> {
         let source = match folder {
             Some(folder) => Source::Folder(folder.to_owned()),

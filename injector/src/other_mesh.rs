@@ -18,7 +18,7 @@ pub struct OtherMesh {
     namespace_key: &'static str,
     /// The values of both that request it.
     requests: &'static [&'static str],
-    /// What excludes a pod.
+    /// The label or annotation that excludes a pod, for people.
     opt_out: &'static str,
 }
 

@@ -32,7 +32,7 @@ pub struct Candidate<'a> {
     pub labels: Result<NamespaceLabels, &'a str>,
 }
 
-/// What the labels of a namespace say about its pods, unless a pod says otherwise.
+/// The settings in the labels of a namespace for its pods, unless a pod says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NamespaceLabels {
     /// Pods are injected.
@@ -44,7 +44,7 @@ pub struct NamespaceLabels {
 }
 
 impl NamespaceLabels {
-    /// Those of a namespace with these labels and annotations.
+    /// The settings of a namespace with these labels and annotations.
     pub fn of<'a>(
         label: impl Fn(&str) -> Option<&'a str>,
         annotation: impl Fn(&str) -> Option<&'a str>,
@@ -56,7 +56,7 @@ impl NamespaceLabels {
         }
     }
 
-    /// Those of a namespace with this metadata.
+    /// The settings of a namespace with this metadata.
     pub fn of_metadata(metadata: &ObjectMeta) -> Self {
         let [labels, annotations] = [&metadata.labels, &metadata.annotations];
         Self::of(
@@ -251,7 +251,7 @@ fn inject(
 }
 
 /// Announces the metrics of the proxy, unless the pod has annotations of its own about its metrics.
-/// Those of an earlier injection have the port of the earlier proxy.
+/// Annotations of an earlier injection have the port of the earlier proxy.
 fn scrape(annotations: &mut Map<String, Value>, ports: Ports, old: &[&Value]) {
     let [enabled, port, path] = annotations::SCRAPE;
     let mut declared = old
@@ -310,7 +310,7 @@ fn drain_warning(pod: &Value, own: &SidecarSettings) -> Option<String> {
     })
 }
 
-/// The containers of the pod, without those of the mesh.
+/// The containers of the pod, without the containers of the mesh.
 fn app_containers<'a>(view: &PodView<'a>) -> impl Iterator<Item = &'a Value> {
     let init = view
         .init_containers
@@ -405,8 +405,8 @@ fn is_injected(container: &Value) -> bool {
     }
 }
 
-/// An injected container brought up to date. Removes a `command`, which would pass the arguments to
-/// another program, and the mount of Kubernetes API credentials, which Kubernetes adds to all
+/// An injected container brought up to date. Removes a `command`: it would pass the arguments to
+/// another program. Also removes the mount of Kubernetes API credentials: Kubernetes adds it to all
 /// containers before it calls the webhook again.
 fn updated(old: &Value, new: &Value) -> Value {
     let mut container = old.clone();

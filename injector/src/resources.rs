@@ -2,9 +2,9 @@
 //!
 //! Kubernetes rejects a pod whose containers request more than `spec.resources` does, and takes the
 //! QoS class of a pod from all of its containers. The injector therefore raises the resources of
-//! the pod by those of the proxy, and gives a Guaranteed pod a proxy with equal requests and limits.
-//! proxy-init ends before the other containers start: it has the resources of the proxy, which
-//! changes neither sum.
+//! the pod by the resources of the proxy, and gives a Guaranteed pod a proxy with equal requests
+//! and limits. proxy-init ends before the other containers start: it has the resources of the
+//! proxy, which changes neither sum.
 
 use serde_json::{Map, Value, json};
 
@@ -137,8 +137,8 @@ fn guarantee(settings: &mut SidecarSettings, is_guaranteed: bool) -> Option<Stri
     }
 }
 
-/// Raises the resources of the pod by those of the proxy, in place of an earlier one. Returns a
-/// warning with the sums.
+/// Raises the resources of the pod by the resources of the proxy, in place of an earlier proxy.
+/// Returns a warning with the sums.
 fn raise(settings: &SidecarSettings, pod: &mut Value, old: Option<&Value>) -> Option<String> {
     let new = of_container(settings);
     let mut raised = Vec::new();
@@ -172,7 +172,7 @@ fn share(container: &Value, list: &str, name: &str) -> u128 {
         .unwrap_or_default()
 }
 
-/// Reduces the limits of the proxy to those of the pod, but not below the minimum.
+/// Reduces the limits of the proxy to the limits of the pod, but not below the minimum.
 fn reduce(
     settings: &mut SidecarSettings,
     pod: &Value,
@@ -220,8 +220,8 @@ fn reduce(
 }
 
 impl Containers<'_> {
-    /// The request of all containers, without those of the mesh, as Kubernetes adds it up: each init
-    /// container runs alone, beside the sidecars before it.
+    /// The request of all containers, without the containers of the mesh, as Kubernetes adds it up:
+    /// each init container runs alone, beside the sidecars before it.
     fn requested(self, name: &str) -> u128 {
         let request = |container: &Value| {
             let resources = &container["resources"];

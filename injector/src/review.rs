@@ -85,8 +85,8 @@ pub fn decode(body: &[u8]) -> Result<Request, Error> {
     }
 }
 
-/// Reviews a request. `labels` are those of the namespace of a new pod, or the reason why they are
-/// unknown.
+/// Reviews a request. `labels` are the labels of the namespace of a new pod, or the reason why they
+/// are unknown.
 pub fn review(
     settings: &Settings,
     request: Request,
@@ -118,7 +118,7 @@ pub fn review(
     })
 }
 
-/// What a request does.
+/// The operation of a request.
 enum Operation {
     CreatePod,
     AddEphemeralContainers,

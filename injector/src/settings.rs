@@ -46,7 +46,7 @@ const MIN_MEMORY_LIMIT: u128 = 32 * MEBIBYTE;
 /// The settings of a sidecar, checked.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SidecarSettings {
-    /// Those of the proxy.
+    /// The settings of the proxy.
     pub proxy: Settings,
     /// Inbound ports that bypass the proxy.
     pub skip_inbound_ports: PortSet,
@@ -62,7 +62,7 @@ pub struct SidecarSettings {
     pub keeps_pod_resources: bool,
 }
 
-/// What a container requests of a resource, and at most gets.
+/// The request and the limit of a container for a resource.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Resource {
     request: Quantity,
@@ -78,7 +78,7 @@ pub struct Setting {
     pub annotation: &'static str,
     /// The values, in Markdown.
     pub values: &'static str,
-    /// What it does, in Markdown.
+    /// The effect of the setting, in Markdown.
     pub description: &'static str,
     /// The flag of the injector with the default of the mesh.
     pub flag: Option<Flag>,
@@ -255,7 +255,7 @@ pub static SETTINGS: [Setting; 22] = [
     Setting {
         annotation: RESOURCES,
         values: "`raise` (default), `keep`",
-        description: "whether the injector [raises the pod-level resources](#resources-of-pods) by those of the proxy",
+        description: "whether the injector [raises the pod-level resources](#resources-of-pods) by the resources of the proxy",
         flag: None,
         read: |settings, value| {
             let choice = one_of(&["raise", "keep"], value);
@@ -304,8 +304,8 @@ const fn flag(name: &'static str, variable: &'static str, default: &'static str)
 }
 
 impl SidecarSettings {
-    /// The settings of a pod: its annotations, then those of `self`. Adds one message per invalid
-    /// annotation to `problems`.
+    /// The settings of a pod: its annotations, then the settings of `self`. Adds one message per
+    /// invalid annotation to `problems`.
     pub fn for_pod(&self, pod: &Value, problems: &mut Vec<String>) -> Self {
         let mut settings = self.clone();
         for setting in &SETTINGS {

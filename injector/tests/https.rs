@@ -37,7 +37,7 @@ use diy_mesh_testkit::wait::soon;
 struct Running {
     address: SocketAddr,
     admin: SocketAddr,
-    /// The file of the CA and those of the namespaces.
+    /// The file of the CA, and the files of the namespaces.
     folder: TempDir,
     stop: oneshot::Sender<()>,
     task: JoinHandle<Result<(), Error>>,

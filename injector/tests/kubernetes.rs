@@ -1,8 +1,8 @@
 //! Reconciliation of the Secret and the caBundle in a cluster. Requires permission to create
 //! namespaces: `KUBECONFIG=... cargo test -p diy-mesh-injector --test kubernetes -- --ignored`.
 //!
-//! Objects have unique names and are deleted at the end. The webhook configuration selects no other
-//! pods.
+//! Objects have unique names and are deleted at the end. The webhook configuration selects only
+//! pods of the test.
 
 use std::collections::BTreeMap;
 

@@ -8,7 +8,7 @@ use rustls::pki_types::pem::PemObject;
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::prelude::FromDer;
 
-/// Maximum size of a request, which exceeds that of any elliptic-curve key.
+/// Maximum size of a request: more than a request with any elliptic-curve key takes.
 const MAX_BYTES: usize = 8 * 1024;
 
 /// A checked request: signed with its own key, and with the common name of its sender.

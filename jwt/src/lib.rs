@@ -1,7 +1,7 @@
 //! JSON Web Tokens (RFC 7519), verified with the public keys of their issuer (a JWK set, RFC 7517).
-//! The controller verifies tokens of service accounts, and proxies those of requests.
+//! The controller verifies tokens of service accounts, and proxies verify tokens of requests.
 //!
-//! The algorithm is that of the key: a token cannot choose it.
+//! The key determines the algorithm: a token cannot choose it.
 
 #[cfg(test)]
 mod tests;
@@ -37,7 +37,7 @@ pub enum Refused {
     #[error("its header has critical parameters (crit)")]
     Critical,
     /// No key has its key ID and algorithm.
-    #[error("none of the issuer's keys has its key ID and algorithm")]
+    #[error("the issuer has no key with its key ID and algorithm")]
     UnknownKey,
     /// Another key has signed it.
     #[error("its signature is not by any of the issuer's keys")]
@@ -72,7 +72,7 @@ pub fn unverified_key_id(token: &str) -> Option<String> {
     jsonwebtoken::decode_header(token).ok()?.kid
 }
 
-/// What a token has to say.
+/// The claims that a token must have.
 #[derive(Clone, Debug)]
 pub struct Expected {
     issuer: Option<String>,
@@ -127,7 +127,7 @@ struct Key {
 }
 
 impl Keys {
-    /// Those of a JWK set that can verify tokens: the set may have others, too.
+    /// The keys of a JWK set that can verify tokens. The set may have other keys, too.
     pub fn parse(set: &[u8]) -> Result<Keys, KeysError> {
         let set: JwkSet = serde_json::from_slice(set)?;
         let keys: Vec<Key> = set.keys.iter().filter_map(Key::of).collect();

@@ -1,6 +1,6 @@
-//! Who may call pods, and what they may call outside of the cluster: calls, and the verdict on them of
-//! what the proxies of the pods are told, with the evaluator that they run. Of a call, not everything
-//! may be known. Pure.
+//! The permitted callers of pods, and the permitted destinations of pods outside of the cluster.
+//! Judges calls by the policies that the proxies of the pods have, with the evaluator of the
+//! proxies. Parts of a call may be unknown. Pure.
 
 mod assume;
 
@@ -134,7 +134,7 @@ impl FromStr for Destination {
     }
 }
 
-/// A call. What is absent is not known.
+/// A call. Absent fields are not known.
 #[derive(Clone, Debug)]
 pub struct Call {
     /// The client.
@@ -145,7 +145,7 @@ pub struct Call {
     pub request: Option<Head>,
 }
 
-/// The head of a request. What is absent is not known.
+/// The head of a request. Absent fields are not known.
 #[derive(Clone, Debug)]
 pub struct Head {
     /// The method.
@@ -160,7 +160,7 @@ pub struct Head {
     pub token: Claims,
 }
 
-/// What is known of the token of a request.
+/// The knowledge about the token of a request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Claims {
     /// Its claims, an object.
@@ -171,7 +171,7 @@ pub enum Claims {
     Unknown,
 }
 
-/// What is known of a path.
+/// The knowledge about a path.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Path {
     /// All of it.
@@ -252,7 +252,7 @@ pub struct Verdict {
     pub rule: Option<usize>,
     /// The first field of the nearest rule that does not match.
     pub field: Option<&'static str>,
-    /// What the policies under audit would deny in addition.
+    /// The additional denial by the policies under audit.
     pub audit: Option<String>,
 }
 
@@ -315,7 +315,7 @@ fn grouped<'a>(judged: impl Iterator<Item = (&'a Pod, u32, Verdict)>) -> Vec<Row
         .collect()
 }
 
-/// What the proxy of a pod is told, or the verdict without it.
+/// The configuration of the proxy of a pod, or the verdict without a proxy.
 fn told(pod: &Pod) -> Result<&Workload, Verdict> {
     if pod.identity.is_empty() {
         return Err(Verdict::new(Outcome::Allowed, "the pod has no proxy"));

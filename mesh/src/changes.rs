@@ -1,4 +1,4 @@
-//! What changed of the objects and pods that steer traffic, by their metadata and states. Pure.
+//! The changes of the objects and pods that steer traffic, from their metadata and states. Pure.
 
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ManagedFieldsEntry, ObjectMeta, Time};
@@ -114,7 +114,7 @@ fn restarted(container: &ContainerStatus) -> Option<(u64, String)> {
     Some((seconds(time), what))
 }
 
-/// What a field manager has changed. None: the status.
+/// A description of the change by a field manager. `None` for the status.
 fn changed(entry: &ManagedFieldsEntry, is_first_generation: bool) -> Option<String> {
     match entry.subresource.as_deref() {
         None | Some("") => {}
@@ -133,7 +133,7 @@ fn changed(entry: &ManagedFieldsEntry, is_first_generation: bool) -> Option<Stri
     Some(format!("{} changed", section.trim_start_matches("f:")))
 }
 
-/// Whether a set of fields has this field, and no other one.
+/// Whether a set of fields has this field alone.
 fn has_only(fields: &Value, path: &[&str]) -> bool {
     let field = path.iter().try_fold(fields, |fields, name| {
         let mut names = fields.as_object()?.keys().filter(|name| *name != ".");

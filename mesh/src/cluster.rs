@@ -17,7 +17,7 @@ use kube::{
 };
 use serde::de::DeserializeOwned;
 
-/// The cluster, the namespace of the mesh, and that of what a command is about.
+/// The cluster, the namespace of the mesh, and the namespace of a command's objects.
 #[derive(Args, Clone, Debug, Default)]
 #[group(skip)]
 pub struct Arguments {
@@ -27,7 +27,8 @@ pub struct Arguments {
     /// Namespace of the mesh
     #[arg(long, value_name = "NAME", default_value = "service-mesh")]
     pub mesh_namespace: String,
-    /// Namespace of what is listed, and of names without one [default: all, and that of the context]
+    /// Namespace of the listed objects, and of names without one [default: all, and the namespace
+    /// of the context]
     #[arg(short, long, value_name = "NAME")]
     pub namespace: Option<String>,
 }
@@ -51,14 +52,14 @@ const MAX_ADMIN_PAGE_BYTES: u64 = 1024 * 1024;
 
 /// For commands about the whole mesh, which have no namespace: `--namespace` is an error.
 pub(crate) fn no_namespace(argument: Arg) -> Arg {
-    let error = "this command is about the whole mesh, whose namespace is that of --mesh-namespace";
+    let error = "this command is about the whole mesh: --mesh-namespace names its namespace";
     let reject = move |_: &str| Err::<String, _>(error);
     argument.hide(true).value_parser(reject)
 }
 
 impl Arguments {
-    /// `NAMESPACE/NAME` of `[NAMESPACE/]NAME`, by default in the given namespace, or in that of the
-    /// context.
+    /// `NAMESPACE/NAME` of `[NAMESPACE/]NAME`, by default in the given namespace, or in the
+    /// namespace of the context.
     pub async fn full_name(&self, name: &str) -> String {
         let config = self.config().await.ok();
         let namespace = config.map(|config| config.default_namespace);
@@ -117,10 +118,10 @@ impl Cluster {
         })
     }
 
-    /// Reads a page of the admin server of a pod through the API server: that takes the right to get
-    /// `pods/proxy`, where a port-forward (`proxies`) takes one to create, which those who only look
-    /// rarely have. `path` is `POD:PORT/proxy/PAGE`. The text of an error is the page: one that is not ready has the status
-    /// 503.
+    /// Reads a page of the admin server of a pod through the API server. That takes the right to
+    /// get `pods/proxy`. A port-forward (`proxies`) takes a right to create, which accounts for
+    /// reading rarely have. `path` is `POD:PORT/proxy/PAGE`. The text of an error is the page: one
+    /// that is not ready has the status 503.
     pub(crate) async fn admin_page(&self, namespace: &str, path: &str) -> Result<String, String> {
         let request = Request::get(format!("/api/v1/namespaces/{namespace}/pods/{path}"));
         let request = request.body(Vec::new());
@@ -176,7 +177,7 @@ pub(crate) fn dynamic(
     }
 }
 
-/// Lists all objects, page by page. None of a kind that is not installed.
+/// Lists all objects, page by page. A kind that is not installed has no objects.
 pub(crate) async fn list<K>(api: Api<K>, params: &ListParams) -> Result<Vec<K>, String>
 where
     K: Clone + DeserializeOwned + std::fmt::Debug,
@@ -185,7 +186,7 @@ where
     pages(params, |params| async move { api.list(&params).await }).await
 }
 
-/// The metadata of all objects, page by page. None of a kind that is not installed.
+/// The metadata of all objects, page by page. A kind that is not installed has no objects.
 pub(crate) async fn list_metadata<K>(
     api: Api<K>,
     params: &ListParams,

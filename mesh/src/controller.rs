@@ -73,12 +73,12 @@ pub struct Arguments {
     /// The cluster.
     #[command(flatten)]
     pub cluster: cluster::Arguments,
-    /// The account, or the controllers in place of those of a cluster.
+    /// The account, or the controllers in place of the controllers of a cluster.
     #[command(flatten)]
     pub access: Access,
 }
 
-/// The account, or the controllers in place of those of a cluster.
+/// The account, or the controllers in place of the controllers of a cluster.
 #[derive(Args, Clone, Debug)]
 #[group(skip)]
 pub struct Access {
@@ -86,7 +86,7 @@ pub struct Access {
     /// controller lists what this account may list: the pods of all namespaces, or of its own
     #[arg(long, value_name = "ACCOUNT", default_value = VIEWER)]
     pub account: String,
-    /// URL of a controller to query instead of those of a cluster; repeatable
+    /// URL of a controller to query instead of the controllers of a cluster; repeatable
     #[arg(
         long, value_name = "https://HOST:PORT", value_parser = https_url, requires_all = ["token_file", "roots_file"],
         conflicts_with_all = ["context", "mesh_namespace", "account"]
@@ -119,7 +119,7 @@ enum Replicas {
     Urls(Vec<Uri>, [PathBuf; 2]),
 }
 
-/// What every connection needs.
+/// The credentials of every connection.
 #[derive(Clone)]
 struct Credentials {
     token: Token,
@@ -175,7 +175,7 @@ fn https_url(text: &str) -> Result<Uri, String> {
 }
 
 impl Controllers {
-    /// The controllers at the given URLs, or those of the cluster.
+    /// The controllers at the given URLs, or the controllers of the cluster.
     pub async fn new(Arguments { cluster, access }: &Arguments) -> Result<Self> {
         match (&access.token_file, &access.roots_file) {
             (Some(token), Some(roots)) => Ok(Self::of(Replicas::Urls(
@@ -369,7 +369,8 @@ impl Controllers {
 /// The errors of replicas by their names.
 type Errors = BTreeMap<String, anyhow::Error>;
 
-/// What replicas answer, all at the same time, and the errors of the others. Fails if none answers.
+/// The answers of the replicas, which are asked at the same time, and the errors of the others.
+/// Fails if none answers.
 async fn of_all<T>(
     names: &[String],
     ask: impl AsyncFn(&str) -> Result<T>,
@@ -497,7 +498,7 @@ impl Controller {
         Ok(watch.map_err(Rejected)?.into_inner())
     }
 
-    /// What happens with the requests of the clients of a namespace to a Service.
+    /// The rules for the requests of the clients of a namespace to a Service.
     pub async fn routes(&mut self, service: &str, clients: &str) -> Result<GetRoutesResponse> {
         let mut last = GetRoutesResponse::default();
         let page = async |page_token| {
@@ -532,7 +533,7 @@ impl Controller {
         all_pages(page).await
     }
 
-    /// What the pods of a namespace were called by, or those of all ("").
+    /// The callers of the pods of a namespace, or of all namespaces ("").
     async fn edges(&mut self, namespace: &str) -> Result<Vec<get_edges_response::Group>> {
         let page = async |page_token| {
             let namespace = namespace.to_owned();
@@ -546,8 +547,8 @@ impl Controller {
         all_pages(page).await
     }
 
-    /// What the proxies of a namespace, or of all (""), have reported last to this replica. With `watch`,
-    /// they report each second for some time.
+    /// The latest reports of the proxies of a namespace, or of all (""), to this replica. With
+    /// `watch`, they report each second for some time.
     pub async fn traffic(
         &mut self,
         namespace: &str,

@@ -30,13 +30,14 @@ use crate::{
 pub struct Observed {
     /// By the pods whose proxies saw them.
     pub groups: Vec<Group>,
-    /// Of all accounts.
+    /// The trust domain of all accounts.
     pub trust_domain: String,
 }
 
 impl Observed {
-    /// The calls to pods and by pods that the controllers keep, of a namespace or of all, or those of a
-    /// file. A proxy reports to one replica, and replicas unite what they know every five minutes only.
+    /// The calls to pods and by pods that the controllers keep, of a namespace or of all, or the
+    /// calls in a file. A proxy reports to one replica, and replicas unite their reports every five
+    /// minutes only.
     pub async fn read(
         controllers: &controller::Arguments,
         file: Option<&PathBuf>,
@@ -109,8 +110,8 @@ pub fn called(group: &Group) -> impl Iterator<Item = &Edge> + Clone {
     edges.filter(|edge| edge.destination.is_empty() && edge.silent.is_none())
 }
 
-/// What is known of the calls of an edge: of a block, the calls of its first and its last address.
-/// None if the caller has no valid identity.
+/// The calls of an edge, as far as they are known. A block stands for the calls of its first and
+/// its last address. Empty if the caller has no valid identity.
 pub fn calls(edge: &Edge) -> Vec<Call> {
     let Some(call) = call(edge) else {
         return vec![];

@@ -1,4 +1,4 @@
-//! What pods call outside of the cluster, and the NetworkPolicies that bound it. Pure.
+//! The calls of pods to outside of the cluster, and the NetworkPolicies that bound them. Pure.
 
 pub mod boundary;
 pub mod outbound;
@@ -24,21 +24,21 @@ use crate::{
 const SECONDS_PER_DAY: u64 = 86_400;
 const DATE_LENGTH: usize = "1970-01-01".len();
 
-/// What was seen of all pods.
+/// The observed calls of all pods.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// Those whose proxies have reported.
+    /// The groups of pods whose proxies have reported.
     pub groups: Vec<Seen>,
-    /// Those of which no proxy has reported in the last 7 days.
+    /// The pods without a report of a proxy in the last 7 days.
     pub unwatched: BTreeSet<String>,
 }
 
-/// What was seen of a group of pods.
+/// The observed calls of a group of pods.
 #[derive(Debug, Serialize)]
 pub struct Seen {
     /// The pods.
     pub pods: String,
-    /// The start of the observation. None: the group stands for others that were cut.
+    /// The start of the observation. `None`: the group stands for others that were cut.
     pub since: Option<String>,
     /// Other calls were cut.
     pub incomplete: bool,
@@ -102,13 +102,13 @@ pub fn last_day(seen: &get_edges_response::Seen) -> String {
     last_day
 }
 
-/// The start of the observation of a group. None if it stands for others that were cut.
+/// The start of the observation of a group. `None`: it stands for others that were cut.
 pub fn since(group: &Group) -> Option<String> {
     (!group.service_account.is_empty())
         .then(|| format_timestamp(group.since.try_into().unwrap_or_default()))
 }
 
-/// The pods, as groups, of namespaces with groups of which no proxy has reported.
+/// The groups of pods without a report of a proxy, in the namespaces of these groups and in `of`.
 pub fn unwatched(pods: &[Pod], groups: &[Group], of: &str) -> BTreeSet<String> {
     let is_watched = |pod: &Group| {
         let is_same = |group: &Group| {

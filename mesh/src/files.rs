@@ -1,4 +1,4 @@
-//! Objects in files, in place of those of a cluster.
+//! Objects in files, in place of the objects of a cluster.
 
 use std::{fs, path::PathBuf};
 
@@ -34,8 +34,8 @@ pub fn read(files: &[PathBuf]) -> Result<Vec<Value>> {
     Ok(all)
 }
 
-/// The objects of files or, without any, those of these kinds in the cluster, in a namespace or in all.
-/// `flag` names files, which `--controller` requires.
+/// The objects of files or, without files, the objects of these kinds in the cluster, in a
+/// namespace or in all. `flag` names files, which `--controller` requires.
 pub async fn read_or_list(
     files: &[PathBuf],
     flag: &str,
@@ -62,7 +62,7 @@ pub async fn read_or_list(
     Ok(all)
 }
 
-/// An index of the objects of files. What is wrong with them is printed.
+/// An index of the objects of files. Problems in them are printed.
 pub fn index(files: &[PathBuf], mesh: &str) -> Result<Index> {
     let mut objects = read(files)?;
     let mut problems = inject(&mut objects, mesh);
@@ -128,7 +128,7 @@ fn metadata_of_namespace<'a>(objects: &'a [Value], name: &str) -> Option<&'a Val
     Some(&namespace["metadata"])
 }
 
-/// A pod, or that of a workload.
+/// A pod, or the pod of a workload.
 fn pod(object: &Value) -> Option<Value> {
     let template = match object["kind"].as_str()? {
         "Pod" => object,

@@ -1,4 +1,4 @@
-//! What a change of policies does to the calls that proxies saw. Pure.
+//! The effect of a change of policies on the calls that proxies saw. Pure.
 
 use std::collections::BTreeSet;
 
@@ -21,7 +21,7 @@ use crate::{
     time::format_duration,
 };
 
-/// What changes.
+/// The effect of a change.
 #[derive(Debug, Default, Serialize)]
 pub struct Plan {
     /// Groups of pods that the change is about.
@@ -30,13 +30,13 @@ pub struct Plan {
     pub calls: usize,
     /// The shortest and the longest observation of them, in seconds.
     pub watched: Option<(u64, u64)>,
-    /// Calls that would be denied, allowed again, a question to an authorization server, or of which
-    /// that is not known.
+    /// Calls that would be denied, allowed again, a question to an authorization server, or whose
+    /// outcome is not known.
     pub effects: Vec<Effect>,
     /// Ports that no rule of the new policies is about, and pods whose calls to outside of the cluster
     /// need a rule now.
     pub closed: Vec<Closed>,
-    /// Groups of which not all calls were kept.
+    /// Groups whose calls were not all kept.
     pub incomplete: Vec<String>,
     /// Reasons why what was seen does not show what the change does.
     pub unseen: Vec<String>,
@@ -104,7 +104,7 @@ pub fn plan(
     plan
 }
 
-/// What the proxy of a pod is told.
+/// The configuration of the proxy of a pod.
 fn row(index: &mut Index, pod: Pod) -> Option<Row> {
     let key = pod.key.clone();
     index.apply(Change::Apply(Object::Pod(pod)), &mut Touched::default());
@@ -218,8 +218,8 @@ fn verdicts(edge: &Edge, rows: [&Row; 2]) -> Option<(u32, String, [Verdict; 2])>
     Some((to.port.into(), call, verdicts))
 }
 
-/// The policy that denies calls to outside of the cluster unless a rule allows them: the first ALLOW
-/// policy, or that of the default.
+/// The policy that denies calls to outside of the cluster unless a rule allows them: the first
+/// ALLOW policy, or the policy of the default.
 fn closing(row: &Row) -> Option<String> {
     let egress = row.workload.as_ref()?.egress.as_ref()?;
     let mut policies = egress.policies.iter();

@@ -1,5 +1,6 @@
 //! The proxies of a cluster, asked directly: by port-forward to their pods. Needs the right
-//! `pods/portforward` in their namespaces, and no controller. Or those of a demo, by its socket.
+//! `pods/portforward` in their namespaces, and no controller. Or the proxies of a demo, by its
+//! socket.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -28,7 +29,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 /// The pods of a workload that are asked.
 const MAX_PODS: usize = 16;
 
-/// Whose proxies are asked.
+/// The source of proxies: a cluster or a demo.
 #[derive(Args, Clone, Debug)]
 #[group(skip)]
 pub struct Arguments {
@@ -42,9 +43,9 @@ pub struct Arguments {
 /// The proxies of a cluster or of a demo.
 #[derive(Clone)]
 pub enum Proxies {
-    /// Those of a cluster.
+    /// The proxies of a cluster.
     Cluster(Box<Cluster>),
-    /// Those of the demo with this socket, and the namespace of names without one.
+    /// The proxies of the demo with this socket, and the namespace of names without one.
     Demo(PathBuf, String),
 }
 
@@ -77,7 +78,7 @@ impl Pod {
         format!("{}/{}", self.namespace, self.name)
     }
 
-    /// Whether this is its name, or that of its workload.
+    /// Whether this is its name, or the name of its workload.
     fn is_named(&self, name: &str) -> bool {
         [&*self.name, &*self.workload].contains(&name)
     }
@@ -121,7 +122,7 @@ impl Arguments {
 }
 
 impl Proxies {
-    /// Those of the demo that runs on this machine. Names are in this namespace.
+    /// The proxies of the demo that runs on this machine. Names are in this namespace.
     pub async fn of_demo(namespace: Option<&str>) -> Result<Self> {
         let path = socket::demo_socket();
         socket::connect(&path).await?;
@@ -144,8 +145,8 @@ impl Proxies {
         Ok(all)
     }
 
-    /// `NAMESPACE/NAME` of `[NAMESPACE/]NAME`, by default in the given namespace, in that of the
-    /// context, or in `default`.
+    /// `NAMESPACE/NAME` of `[NAMESPACE/]NAME`, by default in the given namespace, in the namespace
+    /// of the context, or in `default`.
     pub fn full_name(&self, name: &str) -> String {
         let default = match self {
             Self::Cluster(cluster) => cluster.client.default_namespace(),
@@ -154,8 +155,8 @@ impl Proxies {
         cluster::full_name(name, default)
     }
 
-    /// The pods with a proxy that are named `NAMESPACE/NAME` or belong to a workload of that name, else
-    /// those whose names begin with it, at most 16.
+    /// The pods with a proxy that have the name `NAMESPACE/NAME` or belong to a workload of that
+    /// name, else the pods whose names begin with it. At most 16.
     pub async fn named(&self, full_name: &str) -> Result<Vec<Pod>> {
         let (namespace, name) = names(full_name);
         let mut found = named(self.all(namespace).await?, name);
@@ -165,7 +166,7 @@ impl Proxies {
     }
 
     /// The names of the pods that a headless Service selects, which its clients call by their
-    /// addresses. None if it has a cluster IP, or cannot be read.
+    /// addresses. Empty if it has a cluster IP, or cannot be read.
     pub async fn pods_of_headless(&self, full_name: &str) -> BTreeSet<String> {
         let Self::Cluster(cluster) = self else {
             return BTreeSet::new();
@@ -214,7 +215,7 @@ impl Proxies {
         self.ask(pod, &format!("/exchanges?{query}")).await
     }
 
-    /// What is in force in the proxy of a pod that a query asks for.
+    /// The state in force in the proxy of a pod, for a query.
     pub async fn state(&self, pod: &Pod, query: &str) -> Result<State> {
         self.ask(pod, &format!("/state?{query}")).await
     }
@@ -236,8 +237,8 @@ impl Proxies {
         value.map_err(|reason| anyhow!("the proxy of {pod} cannot be asked: {reason}"))
     }
 
-    /// What is known of an exchange: the proxy of the pod that it names is asked, then that of the
-    /// endpoint.
+    /// The known records of an exchange. The proxy of the pod that it names is asked, then the
+    /// proxy of the endpoint.
     pub async fn story(&self, id: ExchangeId) -> Result<Story> {
         let pod = self.at(id.pod).await?;
         let known = self.recent(&pod, &format!("id={id}")).await?;
@@ -278,8 +279,8 @@ impl Proxies {
         }
     }
 
-    /// The story of the latest failure of a workload or pod that is selected, else of the latest exchange
-    /// with a retry, or of the latest one. None if no proxy knows one.
+    /// The story of the latest failure of a workload or pod that is selected, else of the latest
+    /// exchange with a retry, or of the latest one. `None`: no proxy knows one.
     pub async fn latest(
         &self,
         name: &str,
@@ -323,7 +324,7 @@ impl Proxies {
         }
     }
 
-    /// That the client of an inbound exchange is a pod without a proxy.
+    /// A note if the client of an inbound exchange is a pod without a proxy.
     async fn unmeshed_client(&self, exchange: &Exchange) -> Vec<String> {
         let pod = match &exchange.identity {
             Some(_) => None,
@@ -334,8 +335,8 @@ impl Proxies {
         pod.into_iter().map(text).collect()
     }
 
-    /// The record of the callee's proxy: of the same identifier, or of the opaque connection between
-    /// the same addresses. None if nothing was sent to a proxy.
+    /// The record of the callee's proxy: of the same identifier, or of the opaque connection
+    /// between the same addresses. `None`: nothing was sent to a proxy.
     async fn callee(&self, exchange: &Exchange) -> Result<Option<Record>> {
         let course = exchange.course.as_ref();
         let last = course.and_then(|course| course.attempts.last());
@@ -371,7 +372,7 @@ fn age(exchange: &Exchange, successes: &[String], now: u64) -> Option<String> {
     })
 }
 
-/// Those that a name means.
+/// The pods that a name means.
 fn named(mut pods: Vec<Pod>, name: &str) -> Vec<Pod> {
     if pods.iter().any(|pod| pod.is_named(name)) {
         pods.retain(|pod| pod.is_named(name));
@@ -426,8 +427,8 @@ async fn page_of_demo(socket: &Path, path: &str) -> Result<Page, String> {
     page.map_err(|error| error.to_string())
 }
 
-/// The pods with this address: among those of all namespaces, or of the own one, if not
-/// all may be listed.
+/// The pods with this address: among the pods of all namespaces, or of the own one, if not all may
+/// be listed.
 async fn with_address(cluster: &Cluster, address: IpAddr) -> Result<Vec<Pod>> {
     let client = &cluster.client;
     let params = ListParams::default().fields(&format!("status.podIP={address}"));

@@ -43,9 +43,10 @@ pub struct Route {
 pub struct Parent {
     /// NAMESPACE/NAME.
     pub service: String,
-    /// None: all ports.
+    /// The port. `None`: all ports.
     pub port: Option<u64>,
-    /// Those for the current generation of the route. Empty until the mesh has written them.
+    /// The conditions for the current generation of the route. Empty until the mesh has written
+    /// them.
     pub conditions: Vec<Condition>,
 }
 
@@ -218,8 +219,8 @@ pub(crate) fn list(value: &Value) -> std::slice::Iter<'_, Value> {
     list.unwrap_or_default().iter()
 }
 
-/// Lists the objects of these kinds in a namespace, or in all, each in the first of its versions that
-/// the cluster serves. None of a kind that is not installed.
+/// Lists the objects of these kinds in a namespace, or in all, each in the first of its versions
+/// that the cluster serves. A kind that is not installed has no objects.
 pub async fn fetch(
     client: &Client,
     namespace: Option<&str>,

@@ -1,5 +1,5 @@
-//! What the proxies of a cluster saw lately: as they report it to the controllers, or as some of them
-//! say themselves, while no controller responds, and in a demo.
+//! The traffic that the proxies of a cluster saw lately. They report it to the controllers. While
+//! no controller responds, and in a demo, some of them are asked.
 
 use std::{
     collections::BTreeMap,
@@ -45,9 +45,9 @@ pub struct Arguments {
 
 /// The source of samples.
 pub struct Sampler {
-    /// None: of a demo.
+    /// The controllers. `None` for a demo.
     controllers: Option<Controllers>,
-    /// None: the controllers are given by their URLs.
+    /// The proxies. `None`: the controllers are given by their URLs.
     proxies: Option<Proxies>,
     /// Empty: all.
     namespace: String,
@@ -55,12 +55,12 @@ pub struct Sampler {
     /// The replicas that have responded.
     connected: BTreeMap<String, Controller>,
     connected_since: Instant,
-    /// What the proxies said last, by pod.
+    /// The latest totals of the proxies, by pod.
     totals: BTreeMap<String, Traffic>,
 }
 
 impl Arguments {
-    /// Those of a cluster.
+    /// The arguments for a cluster.
     pub fn of(controller: &controller::Arguments) -> Self {
         Self {
             controller: controller.clone(),
@@ -74,8 +74,8 @@ impl Arguments {
         namespace.unwrap_or_default()
     }
 
-    /// `NAMESPACE/NAME` of `[NAMESPACE/]NAME`, by default in the given namespace, in that of the
-    /// context, or in `default`.
+    /// `NAMESPACE/NAME` of `[NAMESPACE/]NAME`, by default in the given namespace, in the namespace
+    /// of the context, or in `default`.
     pub async fn full_name(&self, name: &str) -> String {
         let cluster = &self.controller.cluster;
         if self.demo {
@@ -114,7 +114,7 @@ impl Sampler {
         self.proxies.as_ref()
     }
 
-    /// What the proxies saw in their latest interval.
+    /// The traffic of the proxies in their latest interval.
     pub async fn sample(&mut self) -> Result<Sample> {
         let proxies = self.proxies.clone();
         if let (None, Some(proxies)) = (&self.controllers, &proxies) {
@@ -164,7 +164,7 @@ impl Sampler {
         Ok(of_reports(reports, notes.collect()))
     }
 
-    /// What some proxies say, twice: now and before.
+    /// The traffic that some proxies report, from two reads: now and before.
     async fn asked(&mut self, proxies: &Proxies, why: &str) -> Result<Sample> {
         let all = proxies.all(&self.namespace).await?;
         let mut chosen = in_turns(all.iter().map(|pod| (pod.namespace.clone(), pod)));
@@ -234,7 +234,7 @@ fn of_reports(reports: Vec<get_traffic_response::Pod>, mut notes: Vec<String>) -
     }
 }
 
-/// What the proxies that respond have counted, by pod.
+/// The totals of the proxies that respond, by pod.
 async fn totals(proxies: &Proxies, pods: &[&Pod]) -> BTreeMap<String, Traffic> {
     let asked = pods.iter().map(async |pod| {
         let traffic = proxies.traffic(pod).await.ok()?;

@@ -1,5 +1,5 @@
-//! What proxies saw in an interval, as rates of workloads, routes and edges. Pure. Text comes from
-//! proxies, which may be hostile.
+//! The traffic that proxies saw in an interval, as rates of workloads, routes and edges. Pure. Text
+//! comes from proxies, which may be hostile.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,19 +8,19 @@ use diy_mesh_proto::mesh::v1::{Traffic, traffic::Flow};
 use diy_mesh_proto::traffic::{DURATION_BOUNDS, quantile};
 use serde::Serialize;
 
-/// What the proxies of pods saw.
+/// The traffic that the proxies of pods saw.
 #[derive(Clone, Debug, Default)]
 pub struct Sample {
     /// One entry per pod.
     pub pods: Vec<PodTraffic>,
-    /// What is missing, or was sampled.
+    /// Notes about missing or sampled data.
     pub notes: Vec<String>,
 }
 
-/// What the proxy of a pod saw.
+/// The traffic that the proxy of a pod saw.
 #[derive(Clone, Debug, Default)]
 pub struct PodTraffic {
-    /// Of the pod.
+    /// The namespace of the pod.
     pub namespace: String,
     /// The name.
     pub pod: String,
@@ -35,7 +35,7 @@ pub struct PodTraffic {
 /// Requests in an interval.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Rates {
-    /// Of all pods together.
+    /// The rate of the requests of all pods together.
     pub requests_per_second: f64,
     /// The share of requests that have not failed.
     pub success: f64,
@@ -52,7 +52,7 @@ pub struct Rates {
 /// Opaque connections in an interval.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Connections {
-    /// Those that are open at its end.
+    /// The connections that are open at its end.
     pub open: u64,
     /// All that were open in it.
     pub connections: u64,
@@ -64,7 +64,7 @@ pub struct Connections {
     pub received_bytes_per_second: f64,
 }
 
-/// Whose requests a row has.
+/// The grouping of requests in rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum By {
     /// The requests to each workload
@@ -87,7 +87,7 @@ pub struct Row {
     pub rates: Rates,
 }
 
-/// The opaque connections to a workload, or from and to those of an edge.
+/// The opaque connections to a workload, or from and to the ends of an edge.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TcpRow {
     /// As of a [`Row`].
@@ -104,9 +104,9 @@ type Names = BTreeMap<&'static str, String>;
 const UNNAMED: [&str; 2] = ["(no identity)", "(no Service)"];
 
 impl Sample {
-    /// The requests with the same names. Those of a route are as its clients see them. Edges are the
-    /// requests of workloads to Services, and those to workloads by callers whose own proxies are not in
-    /// the sample.
+    /// The requests with the same names. Requests of a route are as its clients see them. Edges are
+    /// the requests of workloads to Services, and the requests to workloads by callers whose own
+    /// proxies are not in the sample.
     pub fn rows(&self, by: By) -> Vec<Row> {
         let mut sums = BTreeMap::<Names, Sum>::new();
         for (names, flow, milliseconds) in self.flows(by).filter(|(_, flow, _)| flow.requests > 0) {
@@ -170,8 +170,8 @@ impl Sample {
         workloads
     }
 
-    /// The namespaces of pods, with those of the Services that they call: inbound requests between
-    /// them are known from their callers.
+    /// The namespaces of pods, with the namespaces of the Services that they call: inbound requests
+    /// between them are known from their callers.
     fn explained(&self) -> BTreeSet<(&str, &str)> {
         let pods = self.pods.iter().filter(|pod| !pod.namespace.is_empty());
         let pairs = pods.flat_map(|pod| {

@@ -14,7 +14,7 @@ pub struct Record {
     pub exchange: Exchange,
 }
 
-/// What is known of an exchange.
+/// The known records of an exchange.
 #[derive(Clone, Debug, Default)]
 pub struct Story {
     /// The record of the caller's proxy.
@@ -87,7 +87,7 @@ fn with_meaning(mut text: String, code: &str) -> String {
 }
 
 impl Record {
-    /// What failed at this proxy, or at the callee's according to its response.
+    /// The failure at this proxy, or at the callee's according to its response.
     fn cause(&self) -> Option<String> {
         let Some(Failure { code, message }) = &self.exchange.failure else {
             let code = self.exchange.peer_error()?.label();

@@ -76,7 +76,7 @@ pub struct Entry<'a> {
     pub duration: Duration,
     /// As seen from the application.
     pub direction: Direction,
-    /// What the proxy forwarded.
+    /// The protocol that the proxy forwarded.
     pub protocol: Protocol,
     /// The method of the request.
     pub method: Option<Cow<'a, str>>,
@@ -236,7 +236,7 @@ impl<'a> Value<'a> {
         value.map_or(Self::Absent, of)
     }
 
-    /// Inlined, so that of all kinds only that of the field is left.
+    /// Inlined, so that the compiler keeps only the branch of the field's kind.
     #[inline(always)]
     fn write_field(&self, key: &str, out: &mut Vec<u8>) {
         if matches!(self, Self::Absent) {

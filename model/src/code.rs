@@ -64,8 +64,8 @@ macro_rules! codes {
                 match self { $(Self::$name => $label,)* }
             }
 
-            /// The HTTP status, and those of special cases; none, if that of a policy takes its
-            /// place.
+            /// The HTTP status, and then the statuses of special cases. Empty if a policy sets the
+            /// status.
             pub const fn statuses(self) -> &'static [u16] {
                 match self { $(Self::$name => $statuses,)* }
             }
@@ -75,12 +75,12 @@ macro_rules! codes {
                 match self { $(Self::$name => $grpc,)* }
             }
 
-            /// What has happened, in Markdown.
+            /// The failure, in Markdown.
             pub const fn meaning(self) -> &'static str {
                 match self { $(Self::$name => $meaning,)* }
             }
 
-            /// What to check, in Markdown.
+            /// The checks that find the cause, in Markdown.
             pub const fn check(self) -> &'static str {
                 match self { $(Self::$name => $check,)* }
             }
@@ -120,7 +120,7 @@ codes! {
         "the upstream closed the connection before it sent a response",
         "the application's log for a crash";
     RetriedStatus: "retried-status", &[502], Some(Grpc::Unavailable),
-        "the upstream responded with a status that the route retries, and no other attempt was possible",
+        "the upstream responded with a status that the route retries, and no further attempt was possible",
         "the application; `spec.rules.retry` of the route";
     UpstreamMalformed: "upstream-malformed", &[502], Some(Grpc::Unavailable),
         "the response is not valid HTTP, or its header or trailer section exceeds 64 KiB (8 RESOURCE_EXHAUSTED then)",

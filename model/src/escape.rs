@@ -27,7 +27,7 @@ pub fn text(text: &str, out: &mut String) {
 }
 
 /// JSON with control characters in its strings escaped as `\u009b`. Writers of JSON escape only
-/// those of ASCII.
+/// ASCII control characters.
 pub fn json(json: &str) -> String {
     let mut out = String::with_capacity(json.len());
     for c in json.chars() {

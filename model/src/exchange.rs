@@ -59,7 +59,7 @@ pub struct Exchange {
     /// The caller or the endpoint, if mutual TLS has verified it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub identity: Option<String>,
-    /// What the proxy forwarded.
+    /// The protocol that the proxy forwarded.
     pub protocol: Protocol,
     /// With microsecond resolution.
     pub duration_ms: f64,
@@ -67,7 +67,7 @@ pub struct Exchange {
     pub request: Option<Part>,
     /// The response, if there was one.
     pub response: Option<Part>,
-    /// What the proxy responded with, or why it ended the exchange ([`Course::cut_off`]).
+    /// The response of the proxy itself, or why it ended the exchange ([`Course::cut_off`]).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
     /// Why the exchange is incomplete.
@@ -82,12 +82,12 @@ pub struct Exchange {
     /// The same at the proxies of the caller and of the callee.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<ExchangeId>,
-    /// What the records of recent exchanges have besides.
+    /// The further fields of the records of recent exchanges.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub course: Option<Course>,
 }
 
-/// What a proxy did with an exchange or an opaque connection.
+/// The steps of a proxy in an exchange or an opaque connection.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Course {
     /// Namespace and name of the destination's Service or pod, or an address.
@@ -113,7 +113,7 @@ pub struct Attempt {
     /// Namespace and name of the pod. Empty: none.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub pod: String,
-    /// The identity that it has to prove. None: it is not meshed.
+    /// The identity that the endpoint must prove, or `None` if it is not meshed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub identity: Option<String>,
     /// The time from the start of the exchange.
@@ -142,7 +142,7 @@ pub enum Direction {
     Outbound,
 }
 
-/// What a proxy forwards.
+/// The protocol that a proxy forwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -167,7 +167,7 @@ pub struct Part {
     /// The first bytes, if they are text.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub body: Option<String>,
-    /// What the body contains: `text`, `binary`, `gzip`, `grpc`, ...
+    /// The kind of the body: `text`, `binary`, `gzip`, `grpc`, ...
     #[serde(skip_serializing_if = "Option::is_none")]
     pub body_kind: Option<String>,
     /// The number of gRPC messages.
@@ -334,8 +334,8 @@ impl Exchange {
                 || self.backend.as_ref().is_some_and(is_backend))
     }
 
-    /// Whether it went out to this host outside of the cluster, an address or a name, and port. The name
-    /// is that of the request, or of a denial.
+    /// Whether the exchange went to this host, an address or a name outside of the cluster, and port.
+    /// The name is in the request or in the message of a denial.
     pub fn is_to_host(&self, host: &str, port: Option<u16>) -> bool {
         let headers = self.request.iter().flat_map(|part| &part.headers);
         let mut sent = headers.filter(|(name, _)| name.eq_ignore_ascii_case("host"));

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 #[serde(try_from = "String", into = "String")]
 pub struct PortSet(Vec<RangeInclusive<u16>>);
 
-/// What a list of ports is.
+/// The syntax of a list of ports, for errors.
 pub const EXPECTED: &str = "expected ports from 1 to 65535 and ranges of them, separated by commas, such as 25,3306,9000-9100";
 /// The length of an invalid item in an error, in characters.
 const MAX_SHOWN: usize = 64;

@@ -162,7 +162,7 @@ pub enum OutboundUdp {
 pub struct InvalidOutboundUdp;
 
 impl OutboundUdp {
-    /// The argument of proxy-init. None for the default.
+    /// The argument of proxy-init, or `None` for the default.
     pub fn argument(self) -> Option<String> {
         (self != Self::All).then(|| format!("{UDP_FLAG}{self}"))
     }
@@ -245,7 +245,8 @@ mod tests {
         );
     }
 
-    /// Arguments that no injector writes. What the controller reads is what the proxy runs.
+    /// Arguments that no injector writes: the controller reads the same settings from them as the
+    /// proxy.
     #[test]
     fn flags_beside_the_settings_are_read_as_the_proxy_reads_them() {
         let empty = Settings::default().argument();

@@ -1,5 +1,5 @@
-//! What is in force in one proxy, as `/state` of its admin port tells it. The JSON form is the format,
-//! which docs/reference.md describes. It contains no secrets, and its lists are cut.
+//! The state in force of one proxy, the response to `/state` at its admin port. docs/reference.md
+//! describes the JSON format. It contains no secrets, and its lists are cut.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,14 +10,14 @@ pub struct State {
     pub version: String,
     /// Namespace and name.
     pub pod: String,
-    /// None: the proxy has no certificate.
+    /// The certificate, or `None` if the proxy has no certificate.
     pub certificate: Option<Certificate>,
     /// Why the latest attempt to get one failed, if it did.
     #[serde(default)]
     pub certificate_failure: Option<String>,
-    /// None: it has not responded in time.
+    /// The state of the discovery stream, or `None` if discovery has not responded in time.
     pub discovery: Option<Discovery>,
-    /// None: discovery has not responded in time.
+    /// The inbound configuration, or `None` if discovery has not responded in time.
     pub inbound: Option<Inbound>,
     /// The kubelet's probes that failed in the last minute: which one, how often, and why.
     #[serde(default)]
@@ -46,7 +46,7 @@ pub struct Certificate {
 pub struct Discovery {
     /// The stream is open.
     pub connected: bool,
-    /// Since the latest message. None: there was none.
+    /// The time since the latest message, or `None` before the first one.
     pub message_age_ms: Option<f64>,
     /// Destinations and backends.
     pub subscriptions: usize,
@@ -61,7 +61,8 @@ pub struct Discovery {
 pub struct Inbound {
     /// Nothing has arrived from the controller yet: no client may call.
     pub pending: bool,
-    /// Of the resource `self`. Empty: none, or parts of several ones.
+    /// The version of the resource `self`. Empty without the resource, and if parts come from several
+    /// versions.
     pub version: String,
     /// The resource version of the latest event of each kind.
     pub position: String,
@@ -71,11 +72,12 @@ pub struct Inbound {
     pub opaque_ports: String,
     /// CONNECT requests are forwarded to the application.
     pub allow_connect: bool,
-    /// Of the pod's node. Empty: unknown.
+    /// The zone of the pod's node. Empty: unknown.
     pub zone: String,
-    /// The AuthorizationPolicies about calls to the application. None: everyone may call it.
+    /// The AuthorizationPolicies about calls to the application. `None` permits all callers.
     pub authorization: Option<Cut<String>>,
-    /// Those about its calls to outside of the cluster. None: it may call everything.
+    /// The AuthorizationPolicies about the application's calls to outside of the cluster. `None`
+    /// permits all destinations.
     pub egress: Option<Cut<String>>,
     /// The limits of its requests: the object, the name there, and what it counts together.
     pub rate_limits: Cut<String>,
@@ -105,9 +107,9 @@ pub struct Destination {
     pub name: String,
     /// Namespace and name of the Service or the pod, else the name.
     pub service: String,
-    /// What it is: `service`, `pod`, `unknown`, ...
+    /// The kind of the destination: `service`, `pod`, `unknown`, ...
     pub kind: String,
-    /// `http1`, `http2` or `opaque`, as declared. None: it is detected.
+    /// The declared protocol, `http1`, `http2` or `opaque`, or `None` if the proxy detects it.
     pub protocol: Option<String>,
     /// A digest of the state in force.
     pub version: String,
@@ -134,13 +136,13 @@ pub struct Endpoint {
     pub pod: String,
     /// Empty: unknown.
     pub zone: String,
-    /// The identity that it has to prove. None: it is not meshed.
+    /// The identity that the endpoint must prove, or `None` if it is not meshed.
     pub identity: Option<String>,
     /// The pod declares the port opaque.
     pub opaque: bool,
     /// Requests, and opaque connections.
     pub in_flight: u32,
-    /// The mean of the latest responses. None: there are too few.
+    /// The mean latency of the latest responses, or `None` if there are too few.
     pub latency_ms: Option<f64>,
     /// Why requests avoid it: `refused`, `consecutive`, `percent` or `latency`.
     pub ejected: Option<String>,
@@ -152,7 +154,8 @@ pub struct Endpoint {
     pub pool: Pool,
 }
 
-/// The connections to an endpoint, and the worker's share of its limits. None: unlimited.
+/// The connections to an endpoint, and the worker's share of its limits. A limit of `None` is
+/// unlimited.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Pool {
     /// HTTP/1 with an exchange. Opaque ones, if they are limited.
@@ -163,7 +166,7 @@ pub struct Pool {
     pub idle: usize,
     /// HTTP/2.
     pub http2_connections: usize,
-    /// Their limit. Of the application, each caller has its own.
+    /// Their limit, or `None` for the application, where each caller has its own limit.
     pub max_http2_connections: Option<u32>,
     /// The limit of requests in flight.
     pub max_requests: Option<u32>,

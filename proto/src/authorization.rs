@@ -31,8 +31,8 @@ pub use index::{asking_action, authorizers, fields, issuer_ports};
 pub use readings::{decoded_pattern, has_certain_elements, other_readings};
 pub use rule::{Condition, ISSUERS_REVISION, REVISION};
 
-/// What a verdict is about: a request, or a connection that carries no HTTP. Of egress, the other end
-/// is the destination.
+/// The subject of a verdict: a request, or a connection that carries no HTTP. For egress, the other
+/// end is the destination.
 #[derive(Clone, Copy)]
 pub struct Call<'a> {
     /// The identity of the client, if it has authenticated.
@@ -52,7 +52,8 @@ pub struct Call<'a> {
 /// A bearer token.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Token {
-    /// The names of the policies one of whose issuers has issued it. None: it is not valid.
+    /// The names of the policies with an issuer that has issued the token. Empty: the token is not
+    /// valid.
     pub policies: Vec<Arc<str>>,
     /// Its claims.
     pub claims: Arc<serde_json::Value>,
@@ -77,7 +78,7 @@ pub struct Authorization {
     enforced: Rules,
     /// With those under audit, if there are any.
     audited: Option<Rules>,
-    /// Of both.
+    /// The patterns of `enforced` and `audited`.
     patterns: Patterns,
     /// The policies are about calls by the pod.
     is_outbound: bool,
@@ -86,8 +87,8 @@ pub struct Authorization {
 /// Why a call is denied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Denial {
-    /// The policy: that of the rule, the one that sets the default (it may be empty), or, where no
-    /// rule matches, that of the nearest rule or else the first one that covers the port. For
+    /// The policy of the rule, or the policy that sets the default (it may be empty). Where no rule
+    /// matches, the policy of the nearest rule or else the first policy that covers the port. For
     /// example "AuthorizationPolicy shop/web".
     pub policy: Arc<str>,
     /// The index of the DENY rule that matches. Absent: no ALLOW rule matches, or the default is to
@@ -120,7 +121,7 @@ pub struct Nearest {
     pub failed: Condition,
 }
 
-/// For messages: the policy, and what of it decides.
+/// For messages: the policy, and its rule or default that decides.
 impl fmt::Display for Denial {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&*self.policy, self.rule) {
@@ -142,7 +143,8 @@ impl fmt::Display for Denial {
 }
 
 impl Authorization {
-    /// Compiles the policies. What this release does not know is a condition that is unknown.
+    /// Compiles the policies. A part that this release does not know is a condition with an unknown
+    /// result.
     pub fn compile(message: &proto::Authorization) -> Authorization {
         let has_audit = message.policies.iter().any(|policy| policy.audit);
         Authorization {
@@ -191,7 +193,7 @@ impl Authorization {
 
     /// The positions in the message of the policies whose authorization servers are asked about a
     /// request that [`judge`](Self::judge) allows: it is allowed if each of them allows it. With
-    /// routes, the server is that of the rule that the request selects, if it has one.
+    /// routes, the request selects a rule, and the server of this rule is asked, if it has one.
     pub fn external(&self, call: &Call<'_>) -> Vec<usize> {
         self.enforced.external(call)
     }
@@ -205,7 +207,8 @@ impl Authorization {
     }
 
     /// The most specific pattern of the policies, enforced or under audit, that the path of a request
-    /// matches, whatever the other conditions of its rule. None if every path matches it.
+    /// matches, whatever the other conditions of its rule. `None` without such a pattern: a pattern
+    /// that matches every path does not count.
     pub fn pattern(&self, port: u16, path: &[u8]) -> Option<&proto::AuthorizedPath> {
         self.patterns.find(port, path)
     }

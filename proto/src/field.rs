@@ -22,8 +22,8 @@ pub const QUESTIONS: &str = "x-mesh-questions";
 /// The field of a question in HTTP with the identity of the client that it is about.
 pub const CALLER: &str = "x-mesh-caller";
 
-/// The field of a question about a request with a body: whether the body is longer than what the server
-/// gets of it. The name is that of Envoy.
+/// The field of a question about a request with a body: whether the body is longer than the part
+/// that the server gets. The name is from Envoy.
 pub const PARTIAL_BODY: &str = "x-envoy-auth-partial-body";
 
 /// Fields that frame a message, belong to one connection, or name the host.

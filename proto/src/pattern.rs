@@ -45,7 +45,7 @@ impl Pattern {
             .map_err(PatternError::Invalid)?;
         Ok(Self {
             regex,
-            // What a match needs beside it is kept for the next one.
+            // The scratch memory of a match is kept for the next match.
             max_size: 2 * max,
         })
     }

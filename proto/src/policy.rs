@@ -1,8 +1,8 @@
 //! The values that policies, faults, rate limits and sessions may have. The controller does not
 //! accept a TrafficPolicy with others, and a proxy rejects a message with others.
 //!
-//! Fields have the names of the TrafficPolicy. The matches of faults and rate limits are those of
-//! routes, and are checked with them.
+//! Fields have the names of the TrafficPolicy. Faults and rate limits have the matches of routes,
+//! and the same code checks them.
 
 use std::borrow::Cow;
 use std::fmt::Display;

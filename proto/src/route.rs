@@ -1,9 +1,9 @@
 //! Matches and filters of routes. The controller does not accept a route with other values, and a proxy
 //! rejects a message with others: both compile matches, and check filters, here.
 //!
-//! Fields have the names of the Gateway API. What filters write into requests and responses must not
-//! change their framing: names and values are checked, and the headers of connections are the proxy's
-//! alone.
+//! Fields have the names of the Gateway API. Fields that filters write must not change the framing
+//! of requests and responses. So names and values are checked, and only the proxy sets the headers
+//! of connections.
 
 use std::collections::BTreeSet;
 
@@ -34,13 +34,13 @@ const METHODS: [&str; 9] = [
 pub struct Match {
     /// The index of the rule.
     pub rule: usize,
-    /// None: every path.
+    /// The condition on the path, or `None` for every path.
     pub path: Option<PathMatch>,
-    /// Of header fields.
+    /// The conditions on header fields.
     pub headers: Vec<FieldMatch>,
-    /// Of query parameters.
+    /// The conditions on query parameters.
     pub query: Vec<FieldMatch>,
-    /// None: every method.
+    /// The method, or `None` for every method.
     pub method: Option<String>,
 }
 
@@ -204,7 +204,7 @@ fn check_modifier(modifier: &HeaderModifier) -> Result<(), Violation> {
                 return Err(violation(list, value, "the value of a header"));
             }
         }
-        // Of several fields of a list with one name, the first one counts.
+        // Within a list, only the first field with a name counts.
         let own = fields.iter().map(|field| field.name.to_ascii_lowercase());
         names.extend(own.collect::<BTreeSet<_>>());
     }

@@ -1,5 +1,6 @@
-//! What a proxy tells about the traffic of its pod: dumps, access logs and traces. The controller
-//! rejects a policy with an invalid value, and the proxy applies the others: both compile it here.
+//! The telemetry of a proxy about the traffic of its pod: dumps, access logs and traces. The
+//! controller rejects a policy with an invalid value, and the proxy applies the others: both
+//! compile it here.
 
 use std::time::Duration;
 
@@ -21,11 +22,11 @@ pub const MAX_TEXT_BYTES: usize = 256;
 pub struct Telemetry {
     /// The policy, for logs.
     pub name: String,
-    /// None: the proxy's arguments.
+    /// The dump settings, or `None` for the proxy's arguments.
     pub dump: Option<DumpSettings>,
-    /// None: there are none.
+    /// The access logs, or `None` without access logs.
     pub access_logs: Option<AccessLogs>,
-    /// None: there are none.
+    /// The traces, or `None` without traces.
     pub tracing: Option<Tracing>,
 }
 
@@ -51,7 +52,7 @@ pub struct DumpFilter {
     pub slower_than: Option<Duration>,
 }
 
-/// What has a line in the access log.
+/// The exchanges and opaque connections with a line in the access log.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AccessLogs {
     /// Only what failed.
@@ -67,7 +68,7 @@ pub struct Tracing {
     pub backend: String,
     /// The share of traces.
     pub sampling: Ratio,
-    /// The share of those with a sampled parent. None: parents do not count.
+    /// The share of the traces with a sampled parent, or `None` if parents do not count.
     pub parent_sampling: Option<Ratio>,
     /// Attributes of each span.
     pub attributes: Vec<(String, AttributeValue)>,
@@ -78,7 +79,7 @@ pub struct Tracing {
 pub enum AttributeValue {
     /// The same for each span.
     Literal(String),
-    /// That of a field of the request.
+    /// The value of this field of the request.
     Header(String),
 }
 

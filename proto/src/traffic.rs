@@ -1,5 +1,5 @@
-//! What `Traffic` messages mean: the difference of two totals, the bounds of a report, and quantiles
-//! of durations. Pure.
+//! The meaning of `Traffic` messages: the difference of two totals, the bounds of a report, and
+//! quantiles of durations. Pure.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ pub const DURATION_BOUNDS: [u64; 14] = [
 ];
 
 impl Traffic {
-    /// What was counted since an earlier total. A value that became smaller began again at 0.
+    /// The counts since an earlier total. A value that became smaller began again at 0.
     pub fn since(&self, earlier: &Self) -> Self {
         let known: BTreeMap<_, _> = earlier.flows.iter().map(|one| (one.key(), one)).collect();
         let flows = self.flows.iter().map(|flow| match known.get(&flow.key()) {
@@ -54,7 +54,7 @@ impl Flow {
         self.requests.saturating_add(self.connections)
     }
 
-    /// What its requests have in common.
+    /// The properties that its requests have in common.
     pub fn key(&self) -> (bool, &str, &str, &str) {
         (self.inbound, &self.route, &self.peer_namespace, &self.peer)
     }
@@ -91,8 +91,8 @@ fn difference(later: u64, earlier: u64) -> u64 {
     later.checked_sub(earlier).unwrap_or(later)
 }
 
-/// The duration that a share `q` of the requests do not exceed, linear within a bucket; the last bound
-/// for those beyond it. None without requests.
+/// The duration that a share `q` of the requests do not exceed, linear within a bucket, and the
+/// last bound beyond it. `None` without requests.
 pub fn quantile(buckets: &[u64], q: f64) -> Option<Duration> {
     let buckets = &buckets[..buckets.len().min(DURATION_BOUNDS.len() + 1)];
     let total: f64 = buckets.iter().map(|count| *count as f64).sum();
@@ -211,7 +211,7 @@ mod tests {
         let mut beyond = [0; 15];
         beyond[14] = 1;
         assert_eq!(of(&beyond, 0.99), Some(10_000_000));
-        // Of a hostile proxy.
+        // Counts of a hostile proxy.
         assert_eq!(of(&[u64::MAX; 100], 0.5), Some(75_000));
     }
 }

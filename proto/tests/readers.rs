@@ -1,7 +1,7 @@
-//! What libraries of Node.js, Python, Go, Java and PHP, nginx, and Tomcat's rules read from paths,
-//! compared with the readings that authorization judges. The programs are in `proto/tests/readers`.
-//! `UPDATE_READERS=1` writes the table of the first paths, which the unit tests of the readings
-//! use.
+//! The readings of paths by libraries of Node.js, Python, Go, Java and PHP, nginx, and Tomcat's
+//! rules, compared with the readings that authorization judges. The programs are in
+//! `proto/tests/readers`. `UPDATE_READERS=1` writes the table of the first paths, which the unit
+//! tests of the readings use.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -12,10 +12,10 @@ use diy_mesh_proto::authorization::other_readings;
 use diy_mesh_testkit::has_program;
 
 const PROGRAMS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/readers");
-/// The generated paths, and those of them in the table.
+/// The number of generated paths, and of the paths in the table.
 const PATHS: usize = 20_000;
 const TABLE_PATHS: usize = 400;
-/// What servers read in different ways.
+/// Parts of paths that servers read in different ways.
 const PIECES: [&str; 23] = [
     "/", "/", "//", "\\", "%2F", "%2f", "%5C", "/.", "/..", "/%2e", "/.%2E", "/%2e%2e", ".", "..",
     ";", ";x=1", "%3B", "/a", "/b", "admin", "%61", "x", ":",
@@ -77,7 +77,7 @@ fn generate() -> Vec<String> {
     (0..PATHS).map(|_| path(&mut random)).collect()
 }
 
-/// What each reader makes of each path, as NAME=PATH. None where a reader is missing.
+/// The reading of each path by each reader, as NAME=PATH. `None` where a reader is missing.
 fn run_readers(paths: &[String]) -> Option<Vec<Vec<String>>> {
     let programs = ["node", "python3", "go", "java", "php", "nginx"];
     if !programs.into_iter().all(has_program) {

@@ -44,7 +44,7 @@ pub struct Rules {
 struct Table {
     name: &'static str,
     jumps: &'static [Jump],
-    /// None: our chains do not exist.
+    /// The lines of our chains. Empty: the chains do not exist.
     lines: Vec<String>,
 }
 
@@ -232,7 +232,7 @@ fn line(chain: &str, rule: &Rule, family: Family) -> String {
     line
 }
 
-/// What iptables-save prints of a table.
+/// The part of the output of iptables-save about a table.
 fn section<'a>(saved: &'a str, table: &str) -> &'a str {
     let mut sections = saved.split("COMMIT\n");
     let is_of_table = |section: &&str| {

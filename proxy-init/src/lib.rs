@@ -2,10 +2,10 @@
 //! [`nftables`] loads, or [`iptables`] where the kernel has no nf_tables.
 //!
 //! Inbound TCP is redirected to the proxy's inbound port, outbound TCP to its outbound port, for
-//! IPv4 and IPv6. UDP and other protocols are not redirected. Outbound UDP can be restricted to DNS:
-//! to the [`resolvers`] of the pod. A run is idempotent. nftables takes all rules in one transaction,
-//! iptables those of one table of one address family. The program exits after that; it uses neither
-//! the network nor the Kubernetes API.
+//! IPv4 and IPv6. UDP and other protocols are not redirected. Outbound UDP can be restricted to
+//! DNS: to the [`resolvers`] of the pod. A run is idempotent. nftables takes all rules in one
+//! transaction, iptables one table of one address family. The program exits after that; it uses
+//! neither the network nor the Kubernetes API.
 
 pub mod config;
 pub mod iptables;

@@ -1,8 +1,8 @@
-//! The rules as one table of nftables, which the kernel replaces in one transaction. It holds both
-//! address families, and changes no other table.
+//! The rules as one table of nftables. The kernel replaces the table in one transaction. It holds
+//! both address families. Other tables stay unchanged.
 //!
-//! The text of a table is the output of `nft -y list table inet diy-service-mesh`, so that printed and
-//! loaded rules are comparable. The kernel's numbers are those of `linux/netfilter/nf_tables.h`.
+//! The text of a table is the output of `nft -y list table inet diy-service-mesh`, so that printed
+//! and loaded rules are comparable. The kernel's numbers are from `linux/netfilter/nf_tables.h`.
 
 pub mod encoding;
 pub mod netlink;

@@ -32,7 +32,7 @@ pub enum Packets {
     OutboundUdp,
 }
 
-/// What happens to a packet that meets all conditions.
+/// The verdict on packets that meet all conditions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     /// The conditions.
@@ -151,7 +151,7 @@ fn outbound(config: &Config) -> Vec<Rule> {
 }
 
 /// The connections by which the proxy verifies these rules before it is ready: from its own user to
-/// its inbound port on loopback, which nothing else uses.
+/// its inbound port on loopback. Nothing else connects from this user to this port.
 fn probes(config: &Config) -> [Rule; 2] {
     let loopbacks = [
         (Ipv4Addr::LOCALHOST.into(), 32),

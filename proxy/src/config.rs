@@ -39,7 +39,7 @@ pub struct Config {
     /// and /traffic
     #[arg(long, value_name = "PORT", value_parser = value_parser!(u16).range(1..))]
     pub admin_port: u16,
-    /// What the proxy prints of requests and responses on standard output
+    /// Parts of requests and responses that the proxy prints on standard output
     #[arg(long, value_name = "MODE", default_value = "headers")]
     pub dump: Mode,
     /// Format of the dumps
@@ -71,7 +71,7 @@ pub struct Config {
     /// address
     #[arg(long)]
     pub refuse_private_names: bool,
-    /// Report to the controller neither what the pod is called by and calls, nor its traffic
+    /// Report to the controller neither the callers and the calls of the pod, nor its traffic
     #[arg(long)]
     pub hide_edges: bool,
     /// Be ready while a connection over loopback, one in 10 s, shows that the rules of proxy-init are in force;
@@ -111,8 +111,8 @@ pub struct Config {
     /// no mutual TLS
     #[arg(long, env = "SERVICE_MESH_CONTROLLER", value_name = "URL", value_parser = parse_controller)]
     pub controller: Uri,
-    /// SPIFFE ID of the controller's certificate, whose trust domain is also that of the proxy
-    /// [required with https://]
+    /// SPIFFE ID of the controller's certificate, with the trust domain of the proxy [required with
+    /// https://]
     #[arg(long, env = "SERVICE_MESH_CONTROLLER_IDENTITY", value_name = "ID")]
     controller_identity: Option<Identity>,
     /// PEM file with the trust roots, read again for each connection to the controller [required
@@ -173,7 +173,7 @@ enum InboundMode {
 /// itself another meaning.
 type MaxConnectionAge = Option<Duration>;
 
-/// What authenticates the controller.
+/// The means to authenticate the controller.
 #[derive(Debug, Clone)]
 pub struct ControllerProof {
     /// Identity of the controller. Its trust domain is the proxy's own.

@@ -108,13 +108,13 @@ impl Default for Timing {
     }
 }
 
-/// What the proxy itself allows.
+/// The settings and reports of the own proxy.
 pub struct OwnProxy {
     /// The inbound policy of its arguments, which no controller weakens.
     pub arguments: Policy,
     /// The number of endpoints that all destinations together have, about.
     pub max_endpoints: Box<dyn Fn() -> usize + Send>,
-    /// What the pod is called by, if it reports that.
+    /// The edges of the pod, if the proxy reports them.
     pub edges: Option<Arc<Edges>>,
     /// The requests that it has forwarded.
     pub requests: Arc<Requests>,
@@ -135,9 +135,9 @@ impl Default for OwnProxy {
 /// A request for the task on the main thread.
 #[derive(Debug)]
 enum Request {
-    /// Of a worker, for the target of a resource.
+    /// A request of a worker, for the target of a resource.
     Watch(Resource, oneshot::Sender<Watched>),
-    /// Of the admin server.
+    /// A request of the admin server, for the known state.
     State(oneshot::Sender<Known>),
 }
 
@@ -245,7 +245,7 @@ impl Discovery {
         receiver
     }
 
-    /// What is known. None if discovery is off.
+    /// The known state, or `None` if discovery is off.
     pub async fn known(&self) -> Option<Known> {
         let (response, received) = oneshot::channel();
         let sent = self.requests.as_ref()?.send(Request::State(response)).await;

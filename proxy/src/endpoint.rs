@@ -36,8 +36,8 @@ impl EndpointInfo {
     }
 }
 
-/// A host outside of the cluster that routes have as a backend. The field `Host` of its requests is
-/// that of the application, unless the route rewrites it.
+/// A host outside of the cluster that routes have as a backend. Its requests keep the field `Host`
+/// of the application, unless the route rewrites it.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub struct ExternalHost {
     /// "KIND NAMESPACE/NAME" of the XBackend or the TrafficPolicy, for logs.
@@ -46,7 +46,7 @@ pub struct ExternalHost {
     pub host: Arc<str>,
     /// The port of the server.
     pub port: u16,
-    /// None: plaintext.
+    /// TLS to the server, or `None` for plaintext.
     pub tls: Option<Arc<ServerTls>>,
 }
 

@@ -39,7 +39,7 @@ pub enum Failure {
     InvalidRoutes {
         /// Namespace and name of the Service.
         service: String,
-        /// What is invalid.
+        /// The invalid part.
         reason: String,
     },
     /// The Service exists and does not have the port, or the mesh does not support it.
@@ -83,7 +83,7 @@ pub enum Failure {
     /// not sent.
     #[error("{0} has accepted the connection, and sent no HTTP/2 SETTINGS in time")]
     NoSettings(SocketAddr),
-    /// None of the endpoints of a Service or pod accepted a connection.
+    /// No endpoint of a Service or pod accepted a connection.
     #[error("{message}")]
     NoneAccepts {
         /// Which endpoints, and why.
@@ -211,7 +211,7 @@ pub enum Failure {
     Denied {
         /// The policy and its rule.
         denial: Denial,
-        /// What a caller of another namespace is told in place of them.
+        /// The number that a caller of another namespace gets in place of policy and rule.
         id: Option<u32>,
     },
     /// The AuthorizationPolicies of the pod do not allow its call to outside of the cluster.
@@ -219,7 +219,7 @@ pub enum Failure {
     EgressDenied {
         /// The address, and the name by which it was found.
         destination: String,
-        /// The policy and its rule, or what is wrong with the address.
+        /// The policy and its rule, or the reason to refuse the address.
         reason: String,
     },
     /// The proxy has no address of an allowed name.
@@ -235,7 +235,7 @@ pub enum Failure {
     ExternallyDenied {
         /// The policy.
         policy: Arc<str>,
-        /// What the client gets.
+        /// The response to the client.
         reply: Box<ExternalReply>,
     },
     /// The authorization server of a policy did not answer.
@@ -266,8 +266,8 @@ pub struct TokenRefusal {
 }
 
 impl Failure {
-    /// The failure after failed attempts to reach a backend, which has `ready` endpoints: the last
-    /// one, or a summary if no endpoint accepts connections. None without attempts.
+    /// The failure after failed attempts to reach a backend, which has `ready` endpoints: the last one,
+    /// or a summary if no endpoint accepts connections. `None` without attempts.
     pub fn of_attempts(mut failures: Vec<Self>, backend: &str, ready: usize) -> Option<Self> {
         let count = failures.len();
         let addresses = failures.iter().filter_map(Self::unconnected);
@@ -564,7 +564,7 @@ fn list(ports: &[u16]) -> String {
     }
 }
 
-/// What a deadline limits.
+/// The operation that a deadline limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Limit {
     /// The exchange: from the head of the request to the end of the response, retries included.
@@ -592,12 +592,12 @@ impl From<Limit> for Failure {
     }
 }
 
-/// Whose requests share a bucket.
+/// The requests that share a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// Those of all callers.
+    /// The requests of all callers.
     Service,
-    /// Those of one identity, and those of all clients without one.
+    /// The requests of one identity, or of all clients without an identity.
     Caller,
 }
 

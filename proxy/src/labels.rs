@@ -73,7 +73,7 @@ impl TlsKind {
 pub enum ErrorType {
     /// It did not fail.
     None,
-    /// This proxy, or that of the callee, could not carry it to its end: the code.
+    /// This proxy, or the callee's proxy, could not complete it: the code.
     Mesh(&'static str),
     /// By its HTTP status.
     Status,
@@ -109,7 +109,7 @@ impl ErrorType {
         self != Self::None || !matches!(grpc, "" | "OK")
     }
 
-    /// The value of the label. The others are those of the labels of the statuses.
+    /// The value of the label. `status` and `grpc` are the values of the labels of the statuses.
     pub fn value<'a>(self, status: &'a str, grpc: &'a str) -> &'a str {
         match self {
             Self::None => "",
@@ -135,7 +135,7 @@ fn is_server_error(grpc: &str) -> bool {
     )
 }
 
-/// What the policies say about a request or a connection: the label `verdict`.
+/// The verdict of the policies on a request or a connection: the label `verdict`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It is allowed.
@@ -203,7 +203,7 @@ impl MirrorResult {
     pub const NAMES: [&str; 3] = ["answered", "failed", "dropped"];
 }
 
-/// What an authorization server says about a request: the label `result` of the metric.
+/// The decision of an authorization server about a request: the label `result` of the metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExternalResult {
     /// It is allowed.

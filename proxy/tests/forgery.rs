@@ -79,7 +79,7 @@ fn accepts_connect_of_own_app_and_for_pods_that_allow_it() {
             client.write_all(b"\x16\x03\x01").await.unwrap();
             assert_eq!(read_until(&mut app, "\x01").await, "\x16\x03\x01");
         }
-        // It asks for a tunnel only, whatever its fields are, and gets no other protocol.
+        // It asks for a tunnel only, whatever its fields are, and does not get another protocol.
         let mut client = declared.connect_inbound(address).await;
         write(&mut client, "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n").await;
         let mut app = server.accept().await;

@@ -20,7 +20,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\n\r\n";
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
 
-/// A lifetime with these events, in hours from now. None: no reset.
+/// A lifetime with these events, in hours from now. `None`: no reset.
 fn lifetime(retires: u32, certificate: u32, resets: Option<u32>) -> Lifetime {
     let after = |hours: u32| Instant::now() + hours * HOUR;
     Lifetime {

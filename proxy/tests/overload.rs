@@ -14,7 +14,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\n\r\n";
 
-/// What all connections hold.
+/// The bytes that all connections hold.
 fn used(mesh: &Mesh) -> usize {
     mesh.worker.admission.used_bytes(&[])
 }

@@ -96,7 +96,7 @@ fn closes_http2_connection_without_streams_for_an_hour() {
             jump(HOUR).await;
             tokio::task::yield_now().await;
         }
-        // GOAWAY: the client opens no other stream, and its connection ends.
+        // GOAWAY: the client opens no further stream, and its connection ends.
         while std::future::poll_fn(|cx| client.poll_ready(cx))
             .await
             .is_ok()

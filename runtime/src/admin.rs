@@ -52,7 +52,7 @@ type Handler = Box<dyn Fn(&Asked<'_>) -> PendingPage + Send + Sync>;
 /// `None` closes the connection without a response.
 type PendingPage = Pin<Box<dyn Future<Output = Option<Page>> + Send>>;
 
-/// What a handler may know of a request.
+/// The parts of a request that a handler gets.
 struct Asked<'a> {
     peer: IpAddr,
     query: &'a str,
@@ -133,7 +133,7 @@ impl Admin {
 
     /// Adds a route for GET requests that come from the pod itself, or from a user by `kubectl
     /// port-forward`, but not from websites in the browser of the user. The handler gets the query of
-    /// the URL, and is otherwise as that of a route.
+    /// the URL, and is otherwise as the handler of a [`route`](Self::route).
     pub fn local_route<F>(
         mut self,
         path: impl Into<Cow<'static, str>>,

@@ -2,32 +2,33 @@
 //! takes a slot of its holder, and the bytes that it holds. Holders are a tree, such as a namespace
 //! with its workloads.
 //!
-//! Slots and bytes follow one rule. A share is what a level has, divided by its holders; a level has
-//! the share of the holder above it. A holder may use what others leave free. When all is in use, a
-//! new connection, or one that needs more bytes, takes them from the holder that is furthest above
-//! its share, never from one at or below it. Among more holders than slots, the first ones keep one
-//! each. Within that holder, the connections end in this order: silent ones, idle ones, those
-//! between two HTTP exchanges, and then the youngest exchange or opaque connection, first those
-//! without traffic. If the holder of the new or growing connection is itself furthest above its
-//! share, only a connection of it without an exchange ends, or else the new one is refused, or grows
-//! no further. A new one that may wait ends none of its own holder: it waits. A slot that is released
-//! goes to the waiting holder that is furthest below its share, among equals to the first.
+//! Slots and bytes follow one rule. A share is the amount of a level, divided by its holders. A
+//! level has the share of the holder above it. A holder may use what others leave free. When all is
+//! in use, a new connection, or one that needs more bytes, takes them from the holder that is
+//! furthest above its share, never from one at or below it. Among more holders than slots, the
+//! first ones keep one each. Within that holder, the connections end in this order: silent ones,
+//! idle ones, those between two HTTP exchanges, and then the youngest exchange or opaque
+//! connection, first those without traffic. If the holder of the new or growing connection is
+//! itself furthest above its share, only a connection of it without an exchange ends, or else the
+//! new one is refused, or grows no further. A new one that may wait ends no connection of its own
+//! holder: it waits. A slot that is released goes to the waiting holder that is furthest below its
+//! share, among equals to the first.
 //!
-//! The holders of a level have the same share: the largest one is furthest above it, and above it at
-//! all, because the level has more than it may have. What ends holds its bytes until its task has
-//! run: these belong to nobody. An eighth of the limit is left for them, and for work in progress that
-//! would grow no further: it may answer. If more than that has not ended yet, nobody gets more. What
-//! can wait or be left out, such as a flow-control window, ends nothing: it gets bytes while three
-//! quarters are free, or one quarter, and each of its holders has at most what would be its share
-//! beside one more.
+//! The holders of a level have the same share: the largest one is furthest above it, and above it
+//! at all, because the level has more than it may have. A connection that ends holds its bytes
+//! until its task has run: these belong to no holder. An eighth of the limit is left for them, and
+//! for work in progress that would grow no further: it may answer. If more than that has not ended
+//! yet, nobody gets more. An optional use, such as a flow-control window, ends nothing. It gets
+//! bytes while three quarters are free. While one quarter is free, it gets bytes if each of its
+//! holders is within the share that it would have beside one more holder.
 //!
-//! What a client asks for again as soon as its connection has ended, such as a subscription, ends
-//! nothing either: two holders would take it from each other in turns. It gets what is free. When all
-//! is in use, the holder gets its share beyond the limit: as much again in all, of which a group has
-//! its share and half at most. Others came first, and keep what was their share then.
+//! A lasting use, such as a subscription, ends nothing either: the client asks for it again as soon
+//! as its connection has ended, so two holders would take it from each other in turns. It gets free
+//! bytes. When all is in use, the holder gets its share beyond the limit: as much again in all, and
+//! for a group its share, at most half. Earlier holders keep the share that they had then.
 //!
-//! Knows neither sockets nor what a holder is. What a connection does while it is open is one store
-//! to an atomic, and a change of its bytes is an addition for each holder above it.
+//! The module knows neither sockets nor what a holder is. A change of an open connection's class is
+//! one store to an atomic. A change of its bytes is an addition for each holder above it.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -46,7 +47,7 @@ use tokio::time::{sleep, timeout};
 /// Time that a connection has to end, or work to be done, from when it is asked to end.
 pub const END_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a connection does, in the order in which connections end.
+/// The activity of a connection, in the order in which connections end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Class {
     /// The client has not authenticated, or has sent nothing that tells its protocol.
@@ -84,7 +85,7 @@ pub fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// What is limited. Indexes.
+/// The index of a limited resource.
 type Resource = usize;
 const SLOTS: Resource = 0;
 const BYTES: Resource = 1;
@@ -127,8 +128,8 @@ impl<K: Clone + Eq + Hash> Admission<K> {
         self.update_pressure(&tree);
     }
 
-    /// A slot for a connection of the last holder of this path. It may be that of another
-    /// connection, which is told to end. None if the new one is refused.
+    /// A slot for a connection of the last holder of this path, or `None` if the connection is refused.
+    /// Another connection may have to end for the slot.
     pub fn admit(self: &Arc<Self>, path: &[K]) -> Option<Slot<K>> {
         self.enter(path, usize::MAX, false)
     }
@@ -245,8 +246,8 @@ pub struct Slot<K: Clone + Eq + Hash> {
 }
 
 impl<K: Clone + Eq + Hash> Slot<K> {
-    /// Runs the work of the connection, once the connection whose slot it got has ended. None if
-    /// another connection takes the slot before the work is done.
+    /// Runs the work of the connection, once the earlier connection of its slot has ended. Returns
+    /// `None` if another connection takes the slot before the work is done.
     pub async fn run<T>(&self, mut work: Pin<&mut impl Future<Output = T>>) -> Option<T> {
         let predecessor = std::mem::take(&mut *lock(&self.predecessor));
         let mut wait = predecessor.map(|predecessor| Box::pin(predecessor.ended()));
@@ -308,8 +309,8 @@ impl<K: Clone + Eq + Hash> Slot<K> {
         }
     }
 
-    /// Releases the slot before the end of the connection, which others do not end from now on. What
-    /// it holds stays charged to its holder.
+    /// Releases the slot before the end of the connection. Others do not end the connection from now
+    /// on, and its bytes stay charged to its holder.
     pub fn release(&self) {
         let mut tree = self.admission.tree();
         if !self.is_ended() {
@@ -322,7 +323,7 @@ impl<K: Clone + Eq + Hash> Slot<K> {
         self.entry.gone.notify_one();
     }
 
-    /// A number of the holder, which no other one gets.
+    /// A number of the holder, unique in this tree.
     pub fn holder(&self) -> u64 {
         self.admission.tree().nodes[self.entry.leaf.load(Relaxed)].number
     }
@@ -383,7 +384,7 @@ impl<K: Clone + Eq + Hash> Slot<K> {
         self.admission.is_under_pressure.load(Relaxed)
     }
 
-    /// What the connection does from now on.
+    /// Sets the activity of the connection from now on.
     pub fn set(&self, class: Class) {
         self.entry.class.store(class as u8, Relaxed);
     }
@@ -433,7 +434,7 @@ impl Drop for Predecessor {
     }
 }
 
-/// What the tree knows of a connection.
+/// The record of a connection in the tree.
 #[derive(Debug)]
 struct Entry {
     /// In the order of their start.
@@ -445,7 +446,7 @@ struct Entry {
     /// There was traffic since the last time that a connection in use of this holder ended.
     has_traffic: AtomicBool,
     state: AtomicU8,
-    /// What it uses belongs to no holder any more.
+    /// Its bytes and slot belong to no holder any more.
     is_ending: AtomicBool,
     task: Mutex<Option<Waker>>,
     /// Notified when the slot is released.
@@ -496,7 +497,7 @@ struct Refused;
 
 #[derive(Debug)]
 struct Tree<K: Clone + Eq + Hash> {
-    /// Of each resource.
+    /// The limit of each resource.
     limits: [usize; 2],
     /// The number of the last node or connection.
     next: u64,
@@ -515,9 +516,9 @@ struct Node<K> {
     parent: Option<(usize, K)>,
     used: [usize; 2],
     children: HashMap<K, usize>,
-    /// Of a holder without others below it.
+    /// The connections of a holder without others below it.
     connections: BTreeMap<u64, Arc<Entry>>,
-    /// What waits for a slot of this holder, or of one below it.
+    /// The connections that wait for a slot of this holder, or of one below it.
     waiting: BTreeMap<u64, Arc<Entry>>,
 }
 
@@ -737,7 +738,7 @@ impl<K: Clone + Eq + Hash> Tree<K> {
     }
 
     /// Ends connections until the resource suffices for `new`, which was counted. Returns the one that
-    /// was asked to end, if any. None of its own holder ends if it waits.
+    /// was asked to end, if any. If `new` waits, no connection of its own holder ends.
     fn make_room(
         &mut self,
         resource: Resource,
@@ -788,7 +789,7 @@ impl<K: Clone + Eq + Hash> Tree<K> {
         Ok(asked)
     }
 
-    /// The connection that ends in favor of `new`. None if the new one is refused, or waits.
+    /// The connection that ends in favor of `new`, or `None` if `new` is refused, or waits.
     fn victim(
         &self,
         top: usize,

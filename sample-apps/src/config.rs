@@ -24,7 +24,7 @@ pub struct ServerConfig {
     /// the milliseconds as body
     #[arg(long, env = "DELAY_MS", value_name = "MS", default_value_t = 0, value_parser = value_parser!(u64).range(..=MAX_DELAY_MS))]
     pub delay_ms: u64,
-    /// Hostname in responses [default: that of the machine]
+    /// Hostname in responses [default: the hostname of the machine]
     #[arg(long, env = "HOSTNAME", value_name = "NAME", default_value_t = system_hostname(), hide_default_value = true)]
     pub hostname: String,
     /// Version in responses

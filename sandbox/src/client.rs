@@ -77,7 +77,7 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The number of lines of each container in the report of a failed test.
 const REPORTED_LINES: usize = 40;
 
-/// What the threads that talk to the node share.
+/// The state that the threads of the connection to the node share.
 pub(crate) struct Shared {
     writer: Mutex<UnixStream>,
     next_id: AtomicU64,

@@ -69,7 +69,7 @@ pub enum Error {
     Directory {
         /// The directory of the socket.
         directory: PathBuf,
-        /// What is wrong with it.
+        /// The problem of the directory.
         problem: String,
         /// The user.
         uid: Uid,
@@ -153,8 +153,8 @@ impl Drop for Server {
     }
 }
 
-/// Binds the socket, in place of that of a process that has died. Returns its directory, too, if
-/// there was none.
+/// Binds the socket, in place of the socket of a process that has died. Returns its directory, too,
+/// if there was none.
 fn bind(path: &Path) -> Result<(unix::net::UnixListener, Option<PathBuf>), Error> {
     let directory = path.parent().unwrap_or(Path::new("."));
     let created = match fs::DirBuilder::new().mode(0o700).create(directory) {
@@ -256,7 +256,7 @@ impl From<&PodView> for Pod {
     }
 }
 
-/// What a client asks for.
+/// A question of a client.
 #[derive(Debug, PartialEq, Eq)]
 enum Asked {
     Pods,

@@ -1,6 +1,6 @@
-//! What the tests of several crates need: sockets, a client, processes and their memory, waiting,
-//! keys and their certificates and tokens. A dependency of tests only. It depends on no other crate of the
-//! workspace, so that the unit tests of each one can use it.
+//! Utilities for the tests of several crates: sockets, a client, processes and their memory,
+//! waiting, keys and their certificates and tokens. A dependency of tests only. It does not depend
+//! on crates of the workspace, so that the unit tests of each one can use it.
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
 pub mod authority;

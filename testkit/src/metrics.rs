@@ -23,7 +23,7 @@ pub fn sum(page: &str, metric: &str, labels: &[&str]) -> u64 {
     values.sum()
 }
 
-/// What promtool reports about a page: nothing if the page is valid, or if promtool is missing.
+/// The report of promtool about a page: nothing if the page is valid, or if promtool is missing.
 pub fn promtool(page: &str) -> String {
     if !has_program("promtool") {
         return String::new();

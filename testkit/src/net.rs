@@ -12,7 +12,7 @@ pub async fn listen() -> (TcpListener, SocketAddr) {
     (listener, address)
 }
 
-/// Both ends of a connection: that of the client and that of the server.
+/// Both ends of a connection: the end of the client and the end of the server.
 pub async fn connected() -> (TcpStream, TcpStream) {
     let (listener, address) = listen().await;
     let (client, server) = tokio::join!(TcpStream::connect(address), listener.accept());
@@ -47,7 +47,7 @@ pub async fn read_all(stream: &mut (impl AsyncRead + Unpin)) -> String {
     String::from_utf8(read).unwrap()
 }
 
-/// Reads the next head of HTTP/1, with the empty line. None if the stream ends before.
+/// Reads the next head of HTTP/1, with the empty line. `None`: the stream ends before.
 pub async fn read_head(stream: &mut (impl AsyncRead + Unpin)) -> Option<String> {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {

@@ -26,7 +26,7 @@ impl Process {
         process
     }
 
-    /// Starts a program whose standard output is read; standard error is that of the test.
+    /// Starts a program whose standard output is read. It shares the standard error of the test.
     pub fn with_stdout(command: &mut Command) -> Self {
         let child = command.stdout(Stdio::piped()).spawn();
         let mut child = child.expect("the program starts");

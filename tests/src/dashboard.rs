@@ -42,7 +42,7 @@ impl Dashboard {
         })
     }
 
-    /// What the page shows.
+    /// The traffic on the page.
     fn traffic(&self) -> Result<Value> {
         let Self { host, token, .. } = self;
         let mut stream = TcpStream::connect(host)?;

@@ -18,7 +18,7 @@ const TIMEOUT: &str = "180";
 pub struct Example {
     /// The document, and the number of the line that starts the block.
     pub place: String,
-    /// What it needs: `sandbox`, `cluster`, or nothing.
+    /// The environment that it needs: `sandbox`, `cluster`, or nothing.
     pub needs: String,
     /// The commands.
     pub script: String,

@@ -36,7 +36,7 @@ pub fn metric_names(text: &str) -> BTreeSet<String> {
 
 /// A query of a recipe.
 pub struct Recipe {
-    /// The name of the object and, if it has several metrics, that of the metric.
+    /// The name of the object and, if it has several metrics, the name of the metric.
     pub name: String,
     /// The query, with variables.
     query: String,

@@ -471,7 +471,7 @@ pub fn failures_under_load(
     action: impl FnOnce(),
 ) -> Vec<String> {
     get(sandbox, client, "http-server.servers", 80);
-    // Of an earlier load.
+    // The file of an earlier load.
     let removed = sandbox.exec(client, "shell", &["rm", "-f", "/tmp/stop"]);
     removed.expect("the program runs");
     thread::scope(|scope| {

@@ -30,7 +30,8 @@ fn ports(rule: &Value) -> Vec<&Value> {
     ports.iter().map(|port| &port["port"]).collect()
 }
 
-/// Every container port accepts connections, gRPC only those of pods. No other port does.
+/// Every container port accepts connections, but gRPC accepts only connections of pods. No other
+/// port does.
 #[test]
 fn network_policies_allow_the_ports_of_the_control_plane() {
     let all = embedded().objects().unwrap();

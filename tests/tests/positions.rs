@@ -281,7 +281,8 @@ struct Proxy {
     version: Option<Version>,
     refused: Option<(Position, Content, Version)>,
     stream: Option<Stream>,
-    /// Time with a stream in which no state has applied, or the state is not that of the replica.
+    /// Time with a stream in which no state has applied, or the state differs from the state of the
+    /// replica.
     waited: Duration,
     outdated: Duration,
     /// Former contents since the last write.
@@ -291,7 +292,7 @@ struct Proxy {
 
 struct Stream {
     reader: Resources,
-    /// What the replica is behind, and until when it may catch up.
+    /// The events that the replica lacks, and until when it may catch up.
     behind: Option<(Known, Instant)>,
     sent: Option<Content>,
     is_first: bool,
@@ -364,7 +365,7 @@ impl Proxy {
     }
 
     fn apply(&mut self, position: Position, content: Content, version: Version, api: &Api) {
-        // What a restore has removed is older than all else.
+        // Writes that a restore has removed are older than all others.
         let age = |write: u64| (!api.lost.contains(&write), write);
         let is_older = (0..2).any(|place| age(content[place]) < age(self.content[place]));
         if is_older {
@@ -400,7 +401,7 @@ struct World {
     replicas: Vec<Replica>,
     proxies: Vec<Proxy>,
     rng: fastrand::Rng,
-    /// Of each second, in percent.
+    /// The chances of a write and of a move in each second, in percent.
     writes: u32,
     moves: u32,
 }

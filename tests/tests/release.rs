@@ -1,7 +1,7 @@
 //! A release as users get it: the files of `.ci/package` from a local web server, the commands of
 //! README.md in a container that has curl and tar, and what `install.sh` does when a download fails.
 //!
-//! The container has the programs of this workspace, or those of the folder `RELEASE`, which
+//! The container has the programs of this workspace, or the programs of the folder `RELEASE`, which
 //! `make release` wrote.
 
 use std::env;
@@ -20,7 +20,7 @@ use diy_mesh_tests::repository::{read, root};
 use diy_mesh_tests::sandbox::{PROGRAMS, READY_TIMEOUT, programs};
 use tempfile::TempDir;
 
-/// What README.md says to be necessary, and what each distribution has.
+/// The programs that README.md requires, and programs that each distribution has.
 const CONTAINER_PROGRAMS: &str = "/bin/sh curl tar gzip sha256sum cat ln mkdir mv rm uname";
 /// The address of a release in README.md.
 const EXAMPLE_URL: &str = "https://releases.example.com/0.1.0";

@@ -51,6 +51,17 @@ const TEXT_EXTENSIONS: [&str; 8] = [
 ];
 /// Pronouns in place of nouns in the documents. Lower it as they become fewer.
 const MAX_PRONOUNS: usize = 95;
+/// Pronouns in place of nouns in the comments of all Rust files. Lower it as they become fewer.
+const MAX_PRONOUNS_IN_COMMENTS: usize = 40;
+/// Pronouns in place of nouns, and beginnings of sentences that are not the subject.
+const PRONOUNS: [&str; 6] = [
+    " that of ",
+    " those of ",
+    " what of ",
+    ". Of ",
+    ". What ",
+    ". Whoever ",
+];
 /// List of banned words with their replacements.
 const BANNED_WORDS: &str = "tests/banned-words.txt";
 /// Top-level entries that are not yet checked for banned words. Remove each as soon as it passes.
@@ -186,30 +197,78 @@ fn pages_of_the_reference_are_short() {
 /// A noun is repeated instead, and stands at the beginning of a sentence.
 #[test]
 fn documents_have_few_pronouns_in_place_of_nouns() {
-    const PATTERNS: [&str; 7] = [
-        " that of ",
-        " those of ",
-        " what of ",
-        ". Of ",
-        ". What ",
-        ". Whoever ",
-        ". None ",
-    ];
     let documents = files_with_extension("", "md");
     let found: usize = documents
         .iter()
         .map(|document| {
             let text = read(document);
             let words: Vec<_> = text.split_whitespace().collect();
-            let text = words.join(" ");
-            let count = |pattern: &&str| text.matches(pattern).count();
-            PATTERNS.iter().map(count).sum::<usize>()
+            pronouns(&words.join(" "), &[". None "]).len()
         })
         .sum();
     assert!(
         found <= MAX_PRONOUNS,
-        "{found} of {PATTERNS:?} in the documents, expected at most {MAX_PRONOUNS}"
+        "{found} of {PRONOUNS:?} in the documents, expected at most {MAX_PRONOUNS}"
     );
+}
+
+/// The same holds for comments, whose reader often sees one sentence only.
+#[test]
+fn comments_have_few_pronouns_in_place_of_nouns() {
+    let mut found = Vec::new();
+    for path in sources() {
+        for (number, text) in comments(&read(&path)) {
+            let place = format!("{}:{number}", path.display());
+            let phrases = pronouns(&text, &[" That of ", " Those of "]);
+            found.extend(phrases.iter().map(|phrase| format!("{place}:{phrase}")));
+        }
+    }
+    assert!(
+        found.len() <= MAX_PRONOUNS_IN_COMMENTS,
+        "{} of {PRONOUNS:?} in comments, expected at most {MAX_PRONOUNS_IN_COMMENTS}:\n  {}",
+        found.len(),
+        found.join("\n  ")
+    );
+}
+
+#[test]
+fn comments_are_read_by_paragraph() {
+    let code = "//! Those of a\n//! module.\n//!\n//! - What (that\n//! of it)\nuse a; // None";
+    let expected = [(1, ". Those of a module."), (4, ". What that of it)")];
+    let expected = expected.map(|(number, text): (usize, &str)| (number, text.to_owned()));
+    assert_eq!(comments(code), expected);
+}
+
+/// The occurrences of [`PRONOUNS`] and `more` in words with one space between them, each with the
+/// words after it.
+fn pronouns(text: &str, more: &[&str]) -> Vec<String> {
+    PRONOUNS
+        .iter()
+        .chain(more)
+        .flat_map(|pattern| text.match_indices(*pattern))
+        .map(|(at, _)| text[at..].chars().take(60).collect())
+        .collect()
+}
+
+/// The paragraphs of the comment lines of code, each with the number of its first line. Each text
+/// has a period, as after an earlier sentence, and the words with one space between them.
+fn comments(code: &str) -> Vec<(usize, String)> {
+    let (mut paragraphs, mut is_inside) = (Vec::new(), false);
+    for (line, number) in code.lines().zip(1..) {
+        let comment = line.trim_start().strip_prefix("//").unwrap_or_default();
+        let text = comment.trim_start_matches(['/', '!']).trim();
+        if !text.is_empty() && !is_inside {
+            paragraphs.push((number, ".".to_owned()));
+        }
+        is_inside = !text.is_empty();
+        if let Some((_, paragraph)) = paragraphs.last_mut() {
+            for word in text.split_whitespace().filter(|word| *word != "-") {
+                paragraph.push(' ');
+                paragraph.push_str(word.trim_start_matches(['(', '"']));
+            }
+        }
+    }
+    paragraphs
 }
 
 #[test]
@@ -345,7 +404,7 @@ fn toolchain_and_image_have_the_required_version_of_rust() {
 
 #[test]
 fn every_image_of_the_manifests_is_built() {
-    // Those of the chart are templates.
+    // The manifests of the chart are templates.
     let manifests = files("manifests")
         .into_iter()
         .filter(|path| !path.starts_with("manifests/chart"))

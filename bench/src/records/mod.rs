@@ -194,7 +194,7 @@ impl Server {
         Ok(Arc::new(config))
     }
 
-    /// What idle connections add, after one request each.
+    /// The memory of idle connections, after one request each.
     fn idle_memory<S: Stream>(&self) -> Result<u64> {
         let (config, meter) = (self.client_config()?, self.meter());
         load::runtime()?.block_on(async {

@@ -141,7 +141,7 @@ impl Plaintext {
     }
 }
 
-/// What the connection needs next.
+/// The next need of the connection.
 enum Next {
     /// Another step.
     Step,

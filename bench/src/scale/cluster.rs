@@ -1,7 +1,7 @@
 //! The objects of the fake cluster: one large Service, small ones, and their pods. Pure.
 //!
-//! Each change of the large Service replaces its oldest endpoint by that of a spare pod. The
-//! address of an endpoint contains the number of its pod, which tells a subscriber the latest
+//! Each change of the large Service replaces its oldest endpoint by the endpoint of a spare pod.
+//! The address of an endpoint contains the number of its pod, which tells a subscriber the latest
 //! change that it has received.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -28,7 +28,7 @@ const SUBSCRIPTIONS: usize = 10;
 const NAMESPACE: &str = "shop";
 const PORT: u16 = 80;
 const TARGET_PORT: u16 = 8080;
-/// The network of the endpoints: a /11, of which the host part is the number of the pod.
+/// The network of the endpoints: a /11. The host part of an address is the number of the pod.
 const ENDPOINT_NETWORK: u32 = u32::from_be_bytes([10, 64, 0, 0]);
 const SUBSCRIBER_NETWORK: u32 = u32::from_be_bytes([10, 128, 0, 0]);
 

@@ -19,7 +19,7 @@ pub struct Config {
     /// Numbers of subscribers to measure
     #[arg(long, value_delimiter = ',', value_name = "NUMBERS", default_value = "100,1000,3000,5000", value_parser = value_parser!(u32).range(1..=20_000))]
     pub subscribers: Vec<u32>,
-    /// What to measure
+    /// Cases to measure
     #[arg(
         long,
         value_delimiter = ',',
@@ -59,7 +59,7 @@ pub struct Config {
     pub color: bool,
 }
 
-/// What to measure.
+/// A case to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Case {
     /// Subscribed proxies

@@ -239,7 +239,7 @@ impl Run<'_> {
         ensure!(
             targets.len() == discoveries.count()
                 && targets.values().all(|target| *target == expected),
-            "the proxies' endpoints differ from those of the cluster"
+            "the proxies' endpoints differ from the endpoints of the cluster"
         );
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What all subscribers know, and when they learned it.
+//! The knowledge of all subscribers, and the time when they learned it.
 
 use std::{
     collections::BTreeMap,

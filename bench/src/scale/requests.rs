@@ -60,8 +60,8 @@ pub fn certificates(config: &Config, testbed: &Testbed, api: &ApiServer) -> Resu
     Ok(values)
 }
 
-/// Measures injections over connections that stay open, as those of an API server. The injector
-/// reads the namespace of each pod.
+/// Measures injections over connections that stay open, as the connections of an API server do. The
+/// injector reads the namespace of each pod.
 pub fn injections(config: &Config, testbed: &Testbed, api: &ApiServer) -> Result<Values> {
     let program = config.injector.as_deref().context("no injector")?;
     api.reset(vec![(NAMESPACES, json!({"metadata": {"name": "shop"}}))]);

@@ -37,7 +37,7 @@ use super::{
 const MIN_BACKOFF: Duration = Duration::from_millis(100);
 const MAX_BACKOFF: Duration = Duration::from_secs(10);
 
-/// What a subscriber does with responses.
+/// The use of responses by a subscriber.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Decodes changes of the large Service.
@@ -52,7 +52,7 @@ pub enum Kind {
 pub struct Subscriber {
     /// Its number, which selects its destinations.
     pub number: usize,
-    /// What it does with responses.
+    /// Its use of responses.
     pub kind: Kind,
     /// Client with the token of its pod.
     pub control: Control,
@@ -60,7 +60,7 @@ pub struct Subscriber {
     pub progress: Arc<Progress>,
 }
 
-/// A response with undecoded content; the fields are those of `DiscoverResponse`.
+/// A response with undecoded content. It has the fields of `DiscoverResponse`.
 #[derive(Clone, PartialEq, Message)]
 struct RawResponse {
     #[prost(string, tag = "1")]

@@ -144,7 +144,7 @@ impl Workload {
     }
 }
 
-/// Services with one address each, besides that of the other cases.
+/// Services with one address each, besides the Service of the other cases.
 #[derive(Clone, Copy, Debug)]
 pub enum Destinations {
     /// Without routes and policies.
@@ -295,8 +295,8 @@ fn with_telemetry() -> Vec<serde_json::Value> {
     objects
 }
 
-/// A Service and its EndpointSlice, with one endpoint: the pod of the server, or one that is no pod.
-/// Each port has a name, a number and that of the server.
+/// A Service and its EndpointSlice, with one endpoint: the pod of the server, or one that is no
+/// pod. Each port has a name, a number and the number of the server's port.
 fn service(
     name: &str,
     address: IpAddr,

@@ -45,7 +45,7 @@ pub struct Running {
 
 /// Proxy processes of a side.
 pub struct Proxies {
-    /// Those of client and server; the first one is dropped first.
+    /// The processes of client and server. The first one is dropped first.
     pub ends: [Option<Process>; 2],
     /// Time from the start of the first one until it was ready.
     pub ready: Duration,

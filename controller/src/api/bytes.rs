@@ -157,7 +157,7 @@ async fn collect(mut body: Body, max: usize) -> Result<Vec<u8>, ApiError> {
 pub struct Lines {
     body: Body,
     pages: Pages,
-    /// What has arrived of the next lines.
+    /// The received bytes of the next lines.
     buffer: Vec<u8>,
     /// The part of the buffer without an end of a line.
     searched: usize,

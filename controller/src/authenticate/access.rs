@@ -12,8 +12,8 @@ use kube::api::{Api, PostParams};
 use super::AuthError;
 use super::tokenreview::explain;
 
-/// The groups and names of resources that an account may list: one that exists in RBAC only, so that
-/// its token reads nothing from the API server, or pods.
+/// The groups and names of resources that an account may list: pods, or a resource that exists in
+/// RBAC only. With the latter alone, the token of the account reads nothing from the API server.
 const RESOURCES: [[&str; 2]; 2] = [["diy-service-mesh.dev", "workloads"], ["", "pods"]];
 
 /// The namespaces whose pods a caller may list.
@@ -21,7 +21,7 @@ const RESOURCES: [[&str; 2]; 2] = [["diy-service-mesh.dev", "workloads"], ["", "
 pub enum Namespaces {
     /// All namespaces.
     All,
-    /// That of the service account.
+    /// The namespace of the service account.
     One(Arc<str>),
 }
 
@@ -101,7 +101,8 @@ async fn is_allowed(
     }
 }
 
-/// The groups are those of every service account. Other users are judged by their name alone.
+/// The groups are the ones that every service account has. Other users are judged by their name
+/// alone.
 fn review_spec(
     user: &str,
     within: Option<&str>,

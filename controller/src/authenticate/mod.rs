@@ -1,5 +1,5 @@
 //! Authentication of clients by bearer tokens: a token in, a [`Caller`] out. All RPCs except the
-//! health check require it. Those that list pods also require the right to list pods.
+//! health check require it. RPCs that list pods also require the right to list pods.
 //!
 //! Results are cached for a short time by the hash of the token. Tokens are never logged, stored or
 //! part of a message.
@@ -537,7 +537,7 @@ mod tests {
             let denied = authenticator.namespaces(&user, None).await;
             assert_eq!(denied, Err(AuthError::Forbidden(user.clone())));
         }
-        // Of all namespaces, and of its own, both resources.
+        // Both resources, in all namespaces and in its own one.
         assert_eq!(reviews.load(std::sync::atomic::Ordering::Relaxed), 4);
     }
 

@@ -105,7 +105,8 @@ impl Ca {
             && self.roots().iter().any(|root| root.der == certificate.der)
     }
 
-    /// The end of the validity of leaves: the first expiry in the chain, or that of the last root.
+    /// The end of the validity of leaves: the first expiry in the chain, or the expiry of the last
+    /// root.
     pub fn not_after(&self) -> SystemTime {
         let chain = self.chain.iter().map(|link| link.not_after).min();
         let root = self.roots().iter().map(|root| root.not_after).max();

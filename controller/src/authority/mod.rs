@@ -39,7 +39,7 @@ use store::Store;
 use store::files::Files;
 use store::kubernetes::Kubernetes;
 
-/// The common name of generated CAs, which distinguishes them from those of operators.
+/// The common name of generated CAs, which distinguishes them from the CAs of operators.
 pub const NAME: &str = "diy-service-mesh CA";
 /// Time from a change of a ConfigMap until mounted files contain it: the kubelet syncs once a
 /// minute, from a cache that may be as old.

@@ -81,7 +81,7 @@ struct Memory {
     agreement: Agreement,
     /// The latest one in the reports of this replica.
     beat: u64,
-    /// Of the current state: the pods below this digest are accounted for.
+    /// The pods below this digest are accounted for in the current state.
     confirmed: u64,
     /// The digest from which on the next report names pods.
     from: u64,
@@ -316,7 +316,7 @@ impl<S: Store> Reconciler<S> {
         })
     }
 
-    /// Writes a report, reads those of all replicas, and takes the next step if all agree.
+    /// Writes a report, reads the reports of all replicas, and takes the next step if all agree.
     async fn report_and_advance(
         &mut self,
         memory: &mut Memory,

@@ -1,10 +1,10 @@
 //! Reports of the replicas on their connected proxies, and the unmet conditions of a rotation
 //! according to them. Pure.
 //!
-//! A report contains numbers and a few names. During a rotation, the replicas also compare which pods
-//! are connected, so that one without a connection to any replica is noticed: part by part in the
-//! order of their digests, so that the size of a report does not depend on the number of pods. A pod
-//! that was connected once and fulfilled the condition of the phase is accounted for.
+//! A report contains numbers and a few names. During a rotation, the replicas also compare the
+//! connected pods, to notice a pod without a connection to any replica. The comparison goes part by
+//! part in the order of their digests: the size of a report does not depend on the number of pods.
+//! A pod that was connected once and fulfilled the condition of the phase is accounted for.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
@@ -21,9 +21,9 @@ const MAX_NAMES: usize = 20;
 const LIVENESS_TIMEOUT: Duration = Duration::from_secs(15);
 /// A report that has not changed for this time is removed.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(60);
-/// Reports without a change so far. Of more, those with the lowest numbers are removed at once: an
-/// object may have 256 KB of annotations, and replicas that never live for [`REMOVAL_TIMEOUT`] leave
-/// theirs.
+/// The maximum number of reports without a change so far. Beyond it, the reports with the lowest
+/// numbers are removed at once. An object may have 256 KB of annotations, and replicas that never
+/// live for [`REMOVAL_TIMEOUT`] leave their reports.
 const MAX_UNCHANGED: usize = 8;
 /// The maximum number of pods in a report, 64 KB: an object may have 256 KB of annotations.
 const MAX_DIGESTS: usize = 4000;
@@ -54,8 +54,9 @@ pub struct Report {
     pub confirmed: u64,
     /// A part of the connected pods; only during a rotation.
     pub pods: Pods,
-    /// What its proxies do with routes and policies: a [`Page`](crate::routes::programmed::exchange::Page),
-    /// which replicas of other releases may not understand.
+    /// The use of routes and policies by its proxies: a
+    /// [`Page`](crate::routes::programmed::exchange::Page), which replicas of other releases may
+    /// not understand.
     pub programmed: Value,
     /// The URLs of issuers whose tokens name unknown keys, as its proxies have reported.
     pub unknown_keys: Vec<String>,
@@ -242,8 +243,8 @@ impl Observation {
     }
 }
 
-/// Determines live replicas by the changes of their reports, as this replica sees them. Their clocks
-/// may be wrong, and that of this replica too.
+/// Determines live replicas by the changes of their reports, as this replica sees them. All clocks
+/// may be wrong, also the clock of this replica.
 #[derive(Debug, Default)]
 pub(super) struct Liveness(BTreeMap<String, Seen>);
 
@@ -315,8 +316,8 @@ impl Seen {
     }
 }
 
-/// Determines whether all replicas agree for two reports of each. The first agreement may be
-/// that of a replica that has just lost its connections.
+/// Determines whether all replicas agree for two reports of each. The first agreement may come from
+/// a replica that has just lost its connections.
 #[derive(Debug, Default)]
 pub(super) struct Agreement(Option<(String, BTreeMap<String, u64>)>);
 
@@ -418,7 +419,7 @@ mod tests {
     #[test]
     fn replicas_compare_a_hundred_thousand_pods_in_small_reports() {
         let (ready, mut replicas) = mesh();
-        assert_eq!(ready.len(), PODS, "no digest is that of two pods");
+        assert_eq!(ready.len(), PODS, "two pods share no digest");
         let first = exchange(&mut replicas, &ready);
         assert!(
             first[0].ends_with(" pods to be compared by the replicas"),

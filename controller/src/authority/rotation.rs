@@ -248,9 +248,9 @@ impl RotationPolicy {
         Some(next)
     }
 
-    /// The new CA signs at once, and no other root is trusted: certificates of a stolen key are
-    /// worthless. The key of a next CA was stored beside the stolen one. The CA of an operator is
-    /// its own successor.
+    /// The new CA signs at once, and its root is the only trusted one: certificates of a stolen key
+    /// are worthless. The key of a next CA was stored beside the stolen one. The CA of an operator
+    /// is its own successor.
     fn force(&self, state: &CaState, now: SystemTime) -> Result<CaState, StateError> {
         let current = if state.current.is_generated() {
             Ca::generate(&self.trust_domain, now, self.ca_life)?

@@ -111,7 +111,7 @@ pub fn condition(fetched: &[Fetched]) -> Option<Condition> {
     })
 }
 
-/// `status.issuers` with what was fetched since. None: there is nothing to change.
+/// `status.issuers` with the entries that were fetched since. `None`: there is nothing to change.
 pub fn merge(desired: &[(Source, Entry)], status: &Value) -> Option<Value> {
     let before = entries(status);
     let merged = desired.iter().map(|(source, fetched)| {

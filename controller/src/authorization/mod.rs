@@ -42,14 +42,14 @@ pub(crate) const TOO_LARGE: &str = "TooLarge";
 /// denies.
 pub type AuthorizationPolicy = Checked<Arc<Content>>;
 
-/// What applies to which pods.
+/// The targets of a policy, and its effect on their calls.
 #[derive(Debug, PartialEq)]
 pub struct Content {
     /// In the order of the parents.
     pub targets: Arc<[Target]>,
     /// The calls that it is about: of both directions, if the direction cannot be read.
     pub directions: &'static [Direction],
-    /// What applies to them.
+    /// The effect on these calls.
     pub effect: Effect,
 }
 
@@ -72,13 +72,13 @@ impl Direction {
 pub enum Target {
     /// By their labels.
     Pods(Selector),
-    /// That a Service selects, at its target ports.
+    /// Pods that a Service selects, at its target ports.
     Service(Key),
-    /// That run under a service account of the namespace.
+    /// Pods that run under a service account of the namespace.
     ServiceAccount(String),
 }
 
-/// What a policy does.
+/// The effect of a policy.
 #[derive(Debug, PartialEq)]
 pub enum Effect {
     /// Its rules match calls.
@@ -95,14 +95,14 @@ pub enum Effect {
 pub enum Mode {
     /// It does.
     Enforce,
-    /// What it would refuse is counted.
+    /// It counts the calls that it would refuse.
     Audit,
 }
 
 /// The rules of a policy. All pods that it selects share them.
 #[derive(Debug)]
 pub struct Rules {
-    /// Its ports are those of its scope.
+    /// The message. Its ports are the ports of the scope.
     pub message: proto::AuthorizationPolicy,
     /// The digest.
     pub version: Version,
@@ -257,7 +257,7 @@ impl AuthorizationPolicy {
         sources.into_iter().map(entry).collect()
     }
 
-    /// The condition at a target. `effect`: that of an invalid policy.
+    /// The condition at a target. `effect`: the effect of an invalid policy, for the message.
     pub fn accepted(&self, target: &Target, exists: bool, effect: &str) -> Condition {
         let (reason, message) = match self.rejection() {
             Some(Rejection {

@@ -2,8 +2,8 @@
 //!
 //! Nothing relies on the validation of the API server: objects from files have none. Each invalid
 //! field is named, with its value and the expected value. An invalid policy denies the calls of its
-//! targets, or, if these cannot be read, of all pods of its namespace: those of its direction, or, if
-//! this cannot be read, of both.
+//! targets, or of all pods of its namespace if the targets cannot be read. It denies the calls of
+//! its direction, or of both directions if the direction cannot be read.
 
 pub(crate) mod authorizer;
 mod issuers;
@@ -73,7 +73,7 @@ pub fn policy(meta: Meta, spec: &Value, status: &Value, trust_domain: &str) -> A
     AuthorizationPolicy::with(meta, parents, targets.into(), directions, effect)
 }
 
-/// A policy of which nothing is known but its name: it denies the inbound calls of all pods of its
+/// A policy of which only the name is known: it denies the inbound calls of all pods of its
 /// namespace.
 pub(crate) fn denying_all(meta: Meta, rejection: Rejection) -> AuthorizationPolicy {
     let target = Target::Pods(Selector::default());
@@ -97,7 +97,7 @@ fn directions(spec: &Value) -> &'static [Direction] {
     }
 }
 
-/// Reads a spec. What it does not have differs from what is empty, and `null` is neither.
+/// Reads a spec. An absent field differs from an empty one, and `null` is neither.
 fn read(spec: &Value) -> Result<AuthorizationPolicySpec, Rejection> {
     if let Some(field) = null(spec, "spec") {
         return Err(invalid(format!("{field}: null is no value")));
@@ -156,7 +156,7 @@ fn each<S, T>(
         .collect()
 }
 
-/// What sources depend on.
+/// The context in which the sources of a policy are read.
 struct Reader<'a> {
     key: &'a Key,
     directions: &'static [Direction],
@@ -395,7 +395,7 @@ fn check_direction(
         })
 }
 
-/// An identity, of which each part may be `*`.
+/// An identity. Each part of it may be `*`.
 fn identity(trust_domain: &str, namespace: &str, account: &str) -> Option<SourceKind> {
     let [known, parts] = ["any", ""].map(|all| {
         [trust_domain, namespace, account].map(|part| if part == "*" { all } else { part })

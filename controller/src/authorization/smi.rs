@@ -27,7 +27,7 @@ const ELEMENT: &str = "{*}";
 /// A TrafficTarget. Without a content, it denies the calls of its namespace.
 pub type TrafficTarget = Checked<Box<TargetSpec>>;
 
-/// A TCPRoute of SMI: ports. None: all.
+/// A TCPRoute of SMI: ports. `None`: all ports.
 pub type TcpGroup = Checked<Vec<u16>>;
 
 /// A match of an HTTPRouteGroup: its name, and the condition on requests.
@@ -41,7 +41,7 @@ pub struct TargetSpec {
     sources: Vec<Subject>,
     #[serde(default)]
     rules: Vec<Rule>,
-    /// That of the service accounts.
+    /// The trust domain of the service accounts.
     #[serde(skip)]
     trust_domain: String,
 }
@@ -57,7 +57,7 @@ struct Subject {
 struct Rule {
     kind: String,
     name: String,
-    /// Of an HTTPRouteGroup: the names of matches. Empty: all.
+    /// The names of matches of an HTTPRouteGroup. Empty: all.
     #[serde(default)]
     matches: Vec<String>,
 }
@@ -77,7 +77,7 @@ struct TcpMatch {
     ports: Vec<u16>,
 }
 
-/// What rules refer to.
+/// The route groups to which rules refer.
 pub trait Groups {
     /// The conditions of an HTTPRouteGroup. `None`: it does not exist.
     fn requests(&self, key: &Key) -> Option<Result<&[Condition], &Rejection>>;
@@ -131,7 +131,7 @@ fn invalid(message: &str) -> Rejection {
 }
 
 impl TrafficTarget {
-    /// What its rules refer to.
+    /// The route groups to which its rules refer.
     pub fn references(&self) -> impl Iterator<Item = (Kind, Key)> {
         let rules = self.content.iter().flat_map(|spec| &spec.rules);
         rules

@@ -1,4 +1,4 @@
-//! The fields of an AuthorizationPolicy: those of GEP-3779, and conditions on requests.
+//! The fields of an AuthorizationPolicy: the fields of GEP-3779, and conditions on requests.
 //!
 //! A field that this release does not know makes the policy invalid: without it, the rest could
 //! mean something else. Omitted and empty lists differ. Values of enumerations are texts, which
@@ -28,8 +28,8 @@ pub struct AuthorizationPolicySpec {
     /// all namespaces.
     #[cfg_attr(test, schemars(length(min = 1, max = 16), extend("x-kubernetes-list-type" = "atomic")))]
     pub target_refs: Vec<TargetRef>,
-    /// Inbound (default): calls to the pods. Outbound: calls by the pods to outside of the cluster, of
-    /// which rules name destinations and their ports.
+    /// Inbound (default): calls to the pods. Outbound: calls by the pods to outside of the cluster.
+    /// Its rules name destinations and their ports.
     #[cfg_attr(test, schemars(extend("enum" = ["Inbound", "Outbound"])))]
     pub direction: Option<String>,
     /// ALLOW: calls are allowed if a rule matches. DENY: calls are denied if a rule matches.
@@ -43,7 +43,7 @@ pub struct AuthorizationPolicySpec {
     /// The ports that ALLOW covers. Workload (default): all. Ports: those that the rules name.
     #[cfg_attr(test, schemars(extend("enum" = ["Workload", "Ports"])))]
     pub scope: Option<String>,
-    /// Of several rules, one has to match. Without rules, nothing matches.
+    /// Rules, of which one has to match. Without rules, nothing matches.
     #[cfg_attr(test, schemars(length(max = 128), extend("x-kubernetes-list-type" = "atomic")))]
     pub rules: Option<Vec<Rule>>,
     /// Who issues the tokens that rules read claims of. A request with a bearer token that is not
@@ -132,7 +132,8 @@ pub struct Issuer {
     pub audiences: Vec<String>,
     /// Its public keys.
     pub keys: IssuerKeys,
-    /// Claims of valid tokens that the application gets as headers. Those of clients are removed.
+    /// Claims of valid tokens that the application gets as headers. The same headers from clients
+    /// are removed.
     #[cfg_attr(test, schemars(length(min = 1, max = 16), extend("x-kubernetes-list-type" = "atomic")))]
     pub headers: Option<Vec<ClaimHeader>>,
 }
@@ -152,8 +153,8 @@ pub struct IssuerKeys {
     #[serde(rename = "type")]
     #[cfg_attr(test, schemars(extend("enum" = ["Inline", "Secret", "URL"])))]
     pub kind: String,
-    /// A JWK set (RFC 7517): RSA, P-256, P-384 or Ed25519. The algorithm of a token is that of its
-    /// key; that of an RSA key without one is RS256.
+    /// A JWK set (RFC 7517): RSA, P-256, P-384 or Ed25519. A token has the algorithm of its key. An
+    /// RSA key without an algorithm has RS256.
     #[cfg_attr(test, schemars(length(min = 1, max = 65_536)))]
     pub inline: Option<String>,
     /// A Secret with a JWK set, which the service account of the controller may get.
@@ -212,7 +213,7 @@ pub struct ExternalAuth {
     pub grpc: Option<GrpcAuth>,
     /// Settings of HTTP.
     pub http: Option<HttpAuth>,
-    /// What the server gets of the body of the request. Omitted: nothing.
+    /// The part of the body of the request that the server gets. Omitted: nothing.
     pub forward_body: Option<ForwardBody>,
     /// The time for the answer, from 1ms to 60s. Default: 1s.
     #[cfg_attr(test, schemars(with = "Option<crd::UpToAMinute>"))]
@@ -247,8 +248,8 @@ pub struct BackendRef {
     /// The name of the Service.
     #[cfg_attr(test, schemars(regex(pattern = crd::LABEL), length(max = 63)))]
     pub name: String,
-    /// Default: that of the policy. Another one requires no ReferenceGrant: the pods call the server
-    /// under their own identity, and its policies decide.
+    /// Default: the namespace of the policy. Another one requires no ReferenceGrant: the pods call
+    /// the server under their own identity, and its policies decide.
     #[cfg_attr(test, schemars(regex(pattern = crd::LABEL), length(max = 63)))]
     pub namespace: Option<String>,
     /// The TCP port of the Service.
@@ -256,7 +257,7 @@ pub struct BackendRef {
     pub port: u32,
 }
 
-/// What a server with the protocol GRPC gets, and what the application gets from it.
+/// Settings of a server with the protocol GRPC: headers for the server and for the application.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, rename_all = "camelCase")]
@@ -266,15 +267,16 @@ pub struct GrpcAuth {
         "x-kubernetes-list-type" = "atomic",
     )))]
     pub allowed_headers: Option<Vec<String>>,
-    /// The headers that the server sets or removes for the application. Those of clients are
-    /// removed. Omitted: none.
+    /// The headers that the server sets or removes for the application. The same headers from
+    /// clients are removed. Omitted: none.
     #[cfg_attr(test, schemars(length(min = 1, max = 64), inner(regex(pattern = crd::TOKEN), length(max = 256)), extend(
         "x-kubernetes-list-type" = "atomic",
     )))]
     pub allowed_response_headers: Option<Vec<String>>,
 }
 
-/// What a server with the protocol HTTP gets, and what the application gets from it.
+/// Settings of a server with the protocol HTTP: its path, and headers for the server and for the
+/// application.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, rename_all = "camelCase")]
@@ -288,8 +290,8 @@ pub struct HttpAuth {
         "x-kubernetes-list-type" = "atomic",
     )))]
     pub allowed_headers: Option<Vec<String>>,
-    /// The headers of the answer that the application gets. Those of clients are removed. Omitted:
-    /// none.
+    /// The headers of the answer that the application gets. The same headers from clients are
+    /// removed. Omitted: none.
     #[cfg_attr(test, schemars(length(min = 1, max = 64), inner(regex(pattern = crd::TOKEN), length(max = 256)), extend(
         "x-kubernetes-list-type" = "atomic",
     )))]
@@ -312,7 +314,7 @@ pub struct Rule {
     pub destinations: Option<Vec<Destination>>,
     /// The ports. Omitted: all.
     pub network_attributes: Option<NetworkAttributes>,
-    /// Of several conditions on the request, one holds. Omitted: every request, and every connection.
+    /// Conditions on the request, of which one holds. Omitted: every request, and every connection.
     #[cfg_attr(test, schemars(length(min = 1, max = 16), extend("x-kubernetes-list-type" = "atomic")))]
     pub requests: Option<Vec<RequestMatch>>,
 }
@@ -375,7 +377,7 @@ pub struct Destination {
 #[cfg_attr(test, schemars(extend("required" = ["name"])))]
 #[serde(default, rename_all = "camelCase")]
 pub struct ServiceAccount {
-    /// The namespace. Default: that of the policy.
+    /// The namespace. Default: the namespace of the policy.
     #[cfg_attr(test, schemars(regex(pattern = crd::LABEL), length(max = 63)))]
     pub namespace: Option<String>,
     /// The name. *: every one of the namespace.
@@ -389,15 +391,15 @@ pub struct ServiceAccount {
 #[cfg_attr(test, schemars(extend("required" = ["ports"])))]
 #[serde(default, rename_all = "camelCase")]
 pub struct NetworkAttributes {
-    /// Ports of the pod. Of Outbound, ports of the destination.
+    /// Ports of the pod, or with Outbound, ports of the destination.
     #[cfg_attr(test, schemars(length(min = 1, max = 64), inner(range(min = 1, max = 65_535)), extend(
         "x-kubernetes-list-type" = "set",
     )))]
     pub ports: Vec<u16>,
 }
 
-/// Conditions on a request, all of which hold. Of each list but headers and claims, one entry
-/// matches.
+/// Conditions on a request, all of which hold. One entry of each list matches, and all entries of
+/// headers and claims.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend("minProperties" = 1, "x-kubernetes-validations" = crd::rule(
@@ -467,7 +469,8 @@ pub struct HeaderMatch {
     pub value: Option<String>,
 }
 
-/// A condition on a claim. Of a list, one member matches, and of scope and scp one word.
+/// A condition on a claim. It holds for a list if one member matches, and for scope and scp if one
+/// word matches.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend("required" = ["claim", "type"], "x-kubernetes-validations" = crd::rule(

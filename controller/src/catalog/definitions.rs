@@ -91,8 +91,8 @@ pub(super) async fn watch_custom(client: &Client, kind: Kind, context: Context<'
     );
 }
 
-/// The versions of a kind to request, in this order. None: the kind is not installed. `None`: its
-/// definition was not requested yet.
+/// The versions of a kind to request, in this order. An empty list: the kind is not installed.
+/// `None`: its definition was not requested yet.
 type Versions = Option<Vec<ApiResource>>;
 
 /// Watches the objects in the known versions. Never ends.
@@ -118,7 +118,7 @@ async fn follow(client: &Client, kind: Kind, mut known: Receiver<Versions>, cont
 /// Receives the definition of a kind, and decides on the versions to request.
 struct DefinitionSink {
     kind: Kind,
-    /// What the log says.
+    /// The state that was logged last.
     installed: Option<Installed>,
     versions: Sender<Versions>,
 }
@@ -172,7 +172,7 @@ enum Installed {
     No,
     /// The API server does not serve the kind yet.
     NotEstablished,
-    /// The definition has none of the versions that the mesh reads. These are served.
+    /// The definition has no version that the mesh reads. These are served.
     Unsupported(Vec<String>),
     /// In this version, without these optional fields.
     Yes(ApiResource, Vec<&'static str>),
@@ -226,8 +226,8 @@ impl Installed {
     }
 }
 
-/// A CustomResourceDefinition, of which the largest part is not read: its schemas have up to
-/// several hundred kilobytes.
+/// A CustomResourceDefinition without its largest part: its schemas have up to several hundred
+/// kilobytes.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 struct Definition {

@@ -184,7 +184,7 @@ mod tests {
     fn epoch_changes_only_if_a_restore_was_noticed() {
         assert_eq!(next(None, false, 0, 100), 0);
         assert_eq!(next(None, false, 50, 100), 50);
-        assert_eq!(next(Some(50), false, 0, 100), 50, "that of a backup");
+        assert_eq!(next(Some(50), false, 0, 100), 50, "of a backup");
         assert_eq!(next(Some(0), true, 0, 100), 100);
         assert_eq!(next(Some(0), true, 90, 100), 90, "of another replica");
         assert_eq!(next(Some(200), true, 90, 100), 201, "clocks differ");

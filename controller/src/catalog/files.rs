@@ -79,7 +79,7 @@ impl Files {
         }
     }
 
-    /// The changes since the last scan. None if the folder cannot be read.
+    /// The changes since the last scan, or an empty list if the folder cannot be read.
     fn scan(&mut self) -> Vec<Change> {
         let mut errors = BTreeSet::new();
         let listed = list(&self.folder);

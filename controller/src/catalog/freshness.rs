@@ -49,7 +49,7 @@ impl Freshness {
         self.fail(kind, "the API server has not listed its objects".to_owned());
     }
 
-    /// The objects of a kind are current. Of them, this number is invalid.
+    /// Records that the objects of a kind are current. `ignored`: the number of invalid ones.
     pub fn confirm(&self, kind: Kind, ignored: usize) {
         let confirmed = State {
             confirmed: Some(Instant::now()),

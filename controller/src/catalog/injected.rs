@@ -1,5 +1,5 @@
-//! What the injector wrote into the spec of a pod: the settings and further arguments of the proxy,
-//! and the arguments of proxy-init. Pure.
+//! The data that the injector wrote into the spec of a pod: the settings and further arguments of
+//! the proxy, and the arguments of proxy-init. Pure.
 //!
 //! The spec is immutable, except for images. Annotations and labels are not: they say nothing about
 //! the pod that runs.
@@ -78,7 +78,7 @@ fn container_port(port: &slim::ContainerPort) -> Option<ContainerPort> {
     })
 }
 
-/// The ports in an argument. None, if it is invalid: then the program does not start.
+/// The ports in an argument, or no ports if it is invalid: then the program does not start.
 fn ports(container: &Container, flag: &str) -> PortSet {
     let mut arguments = container.args.iter().flatten();
     let list = arguments.find_map(|argument| argument.strip_prefix(flag)?.parse().ok());

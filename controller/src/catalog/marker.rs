@@ -16,7 +16,7 @@ use super::definitions::is_kept;
 use crate::api::{API_TIMEOUT, ApiError, metadata, request};
 use crate::index::object::Kind;
 
-/// The ConfigMap. Its keys are namespaces. That of the mesh stands for all.
+/// The ConfigMap. Its keys are namespaces. The namespace of the mesh stands for all namespaces.
 pub const CONFIG_MAP: &str = "diy-service-mesh-authorization";
 
 /// Namespaces.

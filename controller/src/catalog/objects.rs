@@ -25,7 +25,7 @@ const MARKER_INTERVAL: Duration = Duration::from_secs(5);
 /// Time between two requests for a definition.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What the watches of a cluster share.
+/// The context that the watches of a cluster share.
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
     pub trust_domain: &'a str,
@@ -151,7 +151,7 @@ impl<'a> Objects<'a> {
         loop {
             match definitions::is_kept(&self.client, self.kind).await {
                 Ok(true) => return,
-                // What follows depends on the definition, whose own watch ends this one.
+                // The next step depends on the definition, whose own watch ends this one.
                 Ok(false) => std::future::pending().await,
                 Err(error) => self.context.freshness.fail(self.kind, error.to_string()),
             }

@@ -36,9 +36,9 @@ use crate::routes::spec::{
     BackendSpec, GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch,
 };
 
-/// The length of the JSON of a custom resource, beyond which nothing of it applies: a tree of values
-/// takes up to 30 times its length. Of other objects, only known fields are read, and all are in
-/// effect: connections to an unknown pod or Service would be plaintext.
+/// The maximum length of the JSON of a custom resource. Nothing of a longer one applies: a tree of
+/// values takes up to 30 times its length. Objects of other kinds apply at any length, and only
+/// their known fields are read: connections to an unknown pod or Service would be plaintext.
 pub const MAX_OBJECT_BYTES: usize = 1024 * 1024;
 
 /// The dropped fields that a condition names.
@@ -84,7 +84,7 @@ fn last_applied(json: &str) -> Option<Cow<'_, str>> {
     applied.metadata.annotations?.last_applied
 }
 
-/// What the API server has dropped, for people.
+/// A description of the fields that the API server has dropped.
 fn describe_dropped(last_applied: &str, spec: &Value) -> Option<Arc<String>> {
     let fields = dropped(last_applied, spec);
     let first = fields[..fields.len().min(MAX_DROPPED)].join(", ");
@@ -98,8 +98,8 @@ pub(super) fn parse<'a, T: Deserialize<'a>>(json: &'a str) -> Result<T, ConvertE
     serde_json::from_str(json).map_err(|error| ConvertError(error.to_string()))
 }
 
-/// A custom resource. At most two trees of values are in memory for each thread: that of the last
-/// applied object is at most as long as annotations.
+/// A custom resource. At most two trees of values are in memory for each thread: the tree of the
+/// last applied object is at most as long as annotations.
 fn custom(
     kind: Kind,
     object: &Custom<'_>,
@@ -147,7 +147,7 @@ fn meta(kind: Kind, metadata: &Metadata, spec: &Value) -> Result<Meta, ConvertEr
     ))
 }
 
-/// An object over the limit, of which nothing applies: its status says so, where it has one. An
+/// An object over the limit. Nothing of it applies, and its status says so, where it has one. An
 /// AuthorizationPolicy denies, as an invalid one does.
 fn too_large(kind: Kind, json: &str) -> Result<Object, ConvertError> {
     let message = format!(

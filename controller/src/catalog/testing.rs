@@ -15,7 +15,7 @@ use crate::api::bytes::Pages;
 use crate::index::claims::Claims;
 use crate::index::object::{Change, Event};
 
-/// What the watches of a [`Server`] need.
+/// The context of the watches of a [`Server`].
 pub struct Cluster {
     pub client: Client,
     changes: mpsc::Sender<Event>,

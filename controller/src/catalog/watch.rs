@@ -9,8 +9,8 @@
 //! A watch is started again at its last version if it is silent while proxies claim to know of later
 //! events from another replica, and the cluster has had any: one cheap request tells.
 //!
-//! Objects are parsed one by one from the text of a page or of an event, of which few are in memory
-//! at a time. A page over the limit is requested again with half as many objects.
+//! Objects are parsed one by one from the text of a page or of an event. Few texts are in memory at
+//! a time. A page over the limit is requested again with half as many objects.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -77,7 +77,7 @@ pub(super) struct Target<'a> {
     pub fields: Option<&'a str>,
     /// Objects in one response to a LIST, unless it is too long.
     pub page_size: u32,
-    /// What the controller must be permitted to list and watch.
+    /// The resources that the controller must be permitted to list and watch.
     pub permission: String,
 }
 
@@ -95,7 +95,7 @@ pub(super) enum Update<T> {
 
 /// The receiver of the objects of a watch.
 pub(super) trait Sink {
-    /// What is kept of an object.
+    /// The part of an object that is kept.
     type Item;
     /// Whether an object that cannot be converted is ignored. Otherwise the request fails.
     const IGNORES_INVALID: bool = true;
@@ -103,7 +103,7 @@ pub(super) trait Sink {
     /// Converts the JSON text of an object.
     fn convert(&self, json: &str) -> Result<Self::Item, ConvertError>;
 
-    /// The objects are current. Of them, this number is invalid.
+    /// Records that the objects are current, and how many are invalid.
     fn confirm(&mut self, invalid: usize);
 
     /// Receives a change, with its resource version if it is an integer.

@@ -3,8 +3,8 @@
 //! others: what has no room is cut, and its group is incomplete. Pure: the caller passes the time.
 //! `store` keeps them in ConfigMaps.
 //!
-//! A proxy, or whoever has the token of its pod, reports about the group of this pod only. What is
-//! stored is read as a report too: replicas unite what they know.
+//! A proxy, or another client with the token of its pod, reports about the group of this pod only.
+//! The stored content is read as a report too: replicas unite their knowledge.
 
 pub mod store;
 
@@ -20,7 +20,7 @@ use proto::get_edges_response::{Group as Message, Seen};
 use crate::authority::state::seconds;
 use crate::index::object::Pod;
 
-/// Days for which an edge is kept, that of its last report included.
+/// Days for which an edge is kept, including the day of its last report.
 const MAX_DAYS: i64 = 7;
 const SECONDS_PER_DAY: u64 = 24 * 3600;
 /// The bytes of the edges of a group, of a namespace, and of all.
@@ -31,7 +31,7 @@ const MAX_BYTES: Bytes = [16 * 1024 * 1024, 4 * 1024 * 1024];
 const MAX_HEADER_BYTES: usize = 4 * 1024;
 /// The bytes of an entry besides its text.
 const ENTRY_BYTES: usize = 16;
-/// The first byte of the encoded edge of a destination, which has no other field.
+/// The first byte of the encoded edge of a destination. Its only field is the destination.
 const DESTINATION_TAG: u8 = 7 << 3 | 2;
 /// Labels that controllers and nodes set for each pod, or for each run of a Job.
 const POD_LABELS: [&str; 11] = [
@@ -52,7 +52,7 @@ const POD_LABELS: [&str; 11] = [
 /// the other.
 type Bytes = [usize; 2];
 
-/// What pods were called by, and what they called. Cheap to clone.
+/// The callers of pods, and the destinations that pods have called. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Edges(Arc<Mutex<Inner>>);
 
@@ -68,7 +68,8 @@ struct Inner {
 
 #[derive(Debug, Default)]
 struct Namespace {
-    /// By the encoded header. That of the empty header stands for groups that were cut.
+    /// The groups by their encoded header. The group of the empty header stands for groups that
+    /// were cut.
     groups: BTreeMap<Vec<u8>, Group>,
     bytes: Bytes,
 }
@@ -77,7 +78,7 @@ struct Namespace {
 struct Group {
     since: i64,
     last_day: i64,
-    /// The last days of encoded edges. That of the empty edge is the day on which others were cut.
+    /// The last days of encoded edges. The empty edge has the last day on which others were cut.
     edges: BTreeMap<Vec<u8>, i64>,
     bytes: Bytes,
 }
@@ -271,7 +272,7 @@ fn cost(key: &[u8]) -> usize {
     }
 }
 
-/// Whose bytes those of an encoded edge or header are.
+/// The position in [`Bytes`] for an encoded edge or header.
 fn kind(key: &[u8]) -> usize {
     (key.first() == Some(&DESTINATION_TAG)).into()
 }
@@ -282,7 +283,7 @@ fn add(sum: &mut Bytes, bytes: Bytes) {
     sum[1] += destinations;
 }
 
-/// What a report may add.
+/// The bytes that a report may add.
 struct Room {
     free: Bytes,
     used: Bytes,

@@ -80,7 +80,7 @@ pub async fn run(
     }
 }
 
-/// What is stored.
+/// The store of the edges in ConfigMaps.
 struct Store {
     config_maps: Api<ConfigMap>,
     edges: Edges,
@@ -160,7 +160,7 @@ impl Store {
         let name = name(namespace);
         let stored = self.config_maps.get_opt(&name).await?;
         let before = stored.as_ref().map(content).unwrap_or_default();
-        // What cannot be read is replaced.
+        // Content that cannot be read is replaced.
         let groups = GetEdgesResponse::decode(&*before)
             .unwrap_or_default()
             .groups;

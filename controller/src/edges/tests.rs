@@ -145,7 +145,7 @@ fn hostile_pod_fills_only_its_group_and_pushes_nothing_out() {
         (lines(web), web.incomplete),
         (vec!["GET /a 0".to_owned()], false)
     );
-    // What is invalid is cut, and does not make room.
+    // Invalid edges are cut, and do not make room.
     edges.report(named("shop", "web"), report([edge("get", "/a")]), at(0));
     edges.report(named("shop", "web"), report([edge("GET", "/b")]), at(0));
     let web = &edges.groups("shop")[1];
@@ -307,11 +307,11 @@ fn replicas_unite_what_they_know() {
     let web = &one.groups("shop")[0];
     assert_eq!(lines(web), ["GET /a 2", "GET /b 1"]);
     assert_eq!((web.since, web.last_day, web.incomplete), (50, 2, true));
-    // What another one has stored is not new.
+    // Groups that another replica has stored are not new.
     assert!(one.take_unstored("shop") && !one.take_unstored("shop"));
     one.unite("shop", vec![named("shop", "else")], now);
     assert!(!one.take_unstored("shop"));
-    // What is too old to be kept is not added.
+    // Groups that are too old to be kept are not added.
     let groups = one.groups("shop").len();
     one.unite("shop", vec![named("shop", "old")], at(9 * DAY));
     assert_eq!(one.groups("shop").len(), groups);

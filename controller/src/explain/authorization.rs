@@ -12,7 +12,7 @@ use crate::index::state::{Target, TargetKind};
 use crate::index::workload::workload;
 
 /// The pods that a name is about: those with a proxy that the Service selects, else the pod, else
-/// those with a proxy of the workload. None if there is nothing of this name.
+/// those with a proxy of the workload. `None`: there is nothing of this name.
 pub fn pods(index: &Index, target: &Key) -> Option<BTreeSet<Key>> {
     let first = Key::new(&target.namespace, "");
     let meshed = index.meshed_pods_after(&first);

@@ -68,7 +68,7 @@ pub(super) async fn read(
                 told.expired();
                 continue;
             }
-            // Of a response, too.
+            // A response may have refused subscriptions, too.
             () = refusals.notified() => continue,
             () = wait(&mut published, behind_until) => {
                 let (count, has_caught_up) = subscriptions.lock().end_wait();
@@ -115,8 +115,8 @@ async fn wait(published: &mut watch::Receiver<Option<Arc<Position>>>, until: Opt
     }
 }
 
-/// The responses of a stream, made when the client reads them, until it ends. Whoever changes the
-/// trust, watches the traffic or ends the stream wakes the subscriber.
+/// The responses of a stream, made when the client reads them, until it ends. A change of the
+/// trust, a watch of the traffic and the end of the stream wake the subscriber.
 pub(super) fn responses(
     subscriptions: SharedSubscriptions,
     mut trust: TrustReceiver,

@@ -51,7 +51,7 @@ impl Viewer {
         self.charge.add(bytes)
     }
 
-    /// What is made of these keys until the page is full, and the last one if others follow.
+    /// The messages for these keys until the page is full, and the last key if others follow.
     async fn page<K, T: Message>(
         &mut self,
         keys: impl Iterator<Item = K>,
@@ -284,7 +284,7 @@ impl ServiceMeshService for Mesh {
         Ok(viewer.respond(page))
     }
 
-    /// A page of what pods were called by: whole namespaces, each of which is bounded.
+    /// A page of the edges of pods: whole namespaces, each of which is bounded.
     async fn get_edges(
         &self,
         request: Request<proto::GetEdgesRequest>,
@@ -383,7 +383,7 @@ fn invalid_token(token: &str) -> Status {
     ))
 }
 
-/// The named Services, all of which are in these namespaces.
+/// The named Services. All of them are in these namespaces.
 fn service_keys(names: &[String], namespaces: &Namespaces) -> Result<BTreeSet<Key>, Status> {
     let keys = names.iter().map(|name| service_key(name, namespaces));
     keys.collect()

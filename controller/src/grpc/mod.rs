@@ -74,7 +74,7 @@ pub struct Context {
     pub authority: AuthorityHandle,
     /// The registry of connected proxies.
     pub proxies: Proxies,
-    /// What pods were called by.
+    /// The reported callers and destinations of pods.
     pub edges: Edges,
     /// The limits of each caller.
     pub quotas: Quotas,
@@ -228,7 +228,7 @@ impl Mesh {
         let capabilities = hub.read(|index| capabilities(&caller, index));
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());
-        // Those before announce nothing.
+        // Proxies of earlier releases announce nothing.
         let lacking = Lacking {
             policies: !announces(announced, CAPABILITY_POLICY),
             authorization: !announces(announced, CAPABILITY_AUTHORIZATION),

@@ -6,8 +6,8 @@ use tonic::Status;
 
 use crate::index::object::{Key, Resource};
 
-/// The length of a destination, the longest of which is an IPv6 address with a scope and a port,
-/// and of a version.
+/// The length of a destination and of a version. The longest destination is an IPv6 address with a
+/// scope and a port.
 pub(super) const MAX_NAME_BYTES: usize = 64;
 /// Namespace, name and port of a Service.
 const MAX_BACKEND_BYTES: usize = 63 + 1 + 63 + 1 + 5;

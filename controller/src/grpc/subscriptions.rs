@@ -1,8 +1,9 @@
 //! The resources that the client of one Discover stream has subscribed to, and what it knows of
 //! them.
 //!
-//! What the replica keeps for this client alone is charged to it: each subscription, the state of its
-//! own pod, and the reasons of its rejections. States that subscribers share are not.
+//! Memory that the replica keeps for this client alone is charged to it: each subscription, the
+//! state of its own pod, and the reasons of its rejections. States that subscribers share are not
+//! charged.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -54,13 +55,14 @@ pub(super) struct Subscriptions {
     /// The client is of an earlier release: it applies no routes, and reads a snapshot as one message.
     is_earlier: bool,
     by_resource: HashMap<Arc<Resource>, Subscription>,
-    /// Those that wait until this replica has caught up with the client, and the end of the wait.
+    /// The subscriptions that wait until this replica has caught up with the client, and the end of
+    /// the wait.
     behind: HashMap<Resource, (proto::Subscribe, position::Known)>,
     behind_until: Option<Instant>,
     charged: Charge,
     /// Whether the log says that subscriptions are refused.
     is_logged: bool,
-    /// Those that the caller may not have yet.
+    /// The subscriptions that the caller may not have yet.
     refused: HashMap<Resource, proto::Subscribe>,
     has_new_refused: Arc<Notify>,
     /// The parts of the last response that are still to be sent.
@@ -73,7 +75,7 @@ struct Subscription {
     known: Known,
     /// The version of the last state that the client is to acknowledge.
     unacknowledged: Option<Version>,
-    /// What is charged for its state, and for the reason of a rejection.
+    /// The bytes that are charged for its state, and for the reason of a rejection.
     state_bytes: usize,
     reason_bytes: usize,
 }
@@ -83,8 +85,8 @@ enum Known {
     Nothing,
     /// The version that the client received on an earlier stream.
     Earlier(Version),
-    /// What was sent on this stream: the digests of the endpoints, if there were any, and of the
-    /// rest.
+    /// The version that was sent on this stream: the digests of the endpoints, if there were any,
+    /// and of the rest.
     Sent(Option<Version>, Version),
 }
 
@@ -230,8 +232,8 @@ impl Subscriptions {
         self.subscriber.unsubscribe(resource);
     }
 
-    /// Records whether the client applies the last state of a resource. What it says about others is
-    /// of no effect.
+    /// Records whether the client applies the last state of a resource. Acknowledgements of other
+    /// states have no effect.
     pub(super) fn acknowledge(&mut self, message: &proto::Acknowledgement) {
         let resource = self.resource(message.r#type, &message.name);
         let Ok(Some(resource)) = resource else {
@@ -389,7 +391,7 @@ impl Subscriptions {
                 }
             }
             Known::Earlier(version) if version == state.version => {
-                // Of a state that it has rejected, a client does not name the version.
+                // A client does not name the version of a state that it has rejected.
                 self.subscriber.acknowledge(resource, state.rest, None);
                 return plain(Sent::Unchanged, Response::Unchanged(proto::Unchanged {}));
             }

@@ -1,6 +1,6 @@
-//! What operators are told of the proxy of one Discover stream, in the log and in Events on its pod:
-//! that it rejects an update, that its clock is wrong, that its certificate has expired. Each once for
-//! a stream, whatever the proxy sends, and in the log once a minute for a pod.
+//! Messages for operators about the proxy of one Discover stream, in the log and in Events on its
+//! pod. The proxy rejects an update, its clock is wrong, or its certificate has expired. Each is
+//! sent once for a stream, whatever the proxy sends, and logged once a minute for a pod.
 
 use std::mem::replace;
 use std::time::{Duration, SystemTime};
@@ -21,7 +21,7 @@ use crate::quota::Lines;
 /// A stream ends before.
 const MAX_EXPIRY: Duration = Duration::from_secs(86_400);
 
-/// What has been told of a stream.
+/// The messages that were sent about a stream.
 pub(super) struct Told<'a> {
     proxy: &'a ConnectedGuard,
     events: &'a Events,
@@ -73,7 +73,7 @@ impl<'a> Told<'a> {
             let direction = if clock_skew > 0 { "ahead of" } else { "behind" };
             let (skew, tolerance) = (skew.as_secs(), BACKDATED.as_secs());
             let note = format!(
-                "has a clock {skew} s {direction} that of the controller, where certificates tolerate \
+                "has a clock {skew} s {direction} the clock of the controller, where certificates tolerate \
                  {tolerance} s: synchronize the clock of the node"
             );
             self.tell("ClockSkewed", &note);

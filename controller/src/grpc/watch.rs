@@ -20,9 +20,9 @@ use crate::index::object::Key;
 use crate::index::version::{self, Version};
 use crate::quota::{Charge, Unsent};
 
-/// What responses are charged to until they have been sent.
+/// The account to which responses are charged until they have been sent.
 pub(super) struct Account {
-    /// Of the connection, without bytes.
+    /// The charge of the connection, without bytes.
     pub charge: Charge,
     pub unsent: Unsent,
 }
@@ -62,7 +62,8 @@ pub(super) struct Watch {
     names: BTreeSet<Key>,
     namespaces: Namespaces,
     changes: Receiver<Arc<BTreeSet<Key>>>,
-    /// Those at the time of the call that are to be sent. `None`: the client knows that it has all.
+    /// The Services at the time of the call that are to be sent. `None`: the client knows that it
+    /// has all.
     initial: Option<BTreeSet<Key>>,
     changed: BTreeSet<Key>,
     sent: HashMap<Key, Option<Version>>,
@@ -125,7 +126,7 @@ impl Watch {
             let encoded = known.as_ref().map(Message::encode_to_vec);
             let version = encoded.map(|encoded| version::of("service", &encoded));
             if self.sent.get(&key) == Some(&version) {
-                // Of a client that lags, all Services are compared: others run in between.
+                // All Services of a client that lags are compared: other tasks run in between.
                 consume_budget().await;
                 continue;
             }
@@ -144,7 +145,7 @@ impl Watch {
         }
     }
 
-    /// Waits for changes. Of a client that has missed some, all Services may have changed.
+    /// Waits for changes. For a client that has missed some, all Services may have changed.
     async fn receive(&mut self) {
         let changed = match self.changes.recv().await {
             Ok(keys) => {

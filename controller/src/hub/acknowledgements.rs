@@ -34,11 +34,11 @@ const MAX_PODS: usize = 128;
 pub struct Rejection {
     /// Why.
     pub reason: Arc<str>,
-    /// What it is about. `None`: all of the state.
+    /// The rejected part of the state. `None`: all of the state.
     pub part: Option<Side>,
 }
 
-/// What a proxy has acknowledged: the digest of a state without its endpoints.
+/// The acknowledgement of a proxy: the digest of a state without its endpoints, and the rejection.
 pub(super) type Acknowledged = (Version, Option<Box<Rejection>>);
 
 impl Resources {
@@ -56,7 +56,7 @@ impl Resources {
     }
 }
 
-/// What a proxy does with the current state, which has this digest: with a part of it, or with its
+/// The outcome of the current state, with this digest, at a proxy: of one part, or of the
 /// authorization.
 fn outcome_of(
     acknowledged: Option<&Acknowledged>,
@@ -77,7 +77,7 @@ fn outcome_of(
     }
 }
 
-/// What a review has found.
+/// The findings of a review.
 #[derive(Default)]
 pub(super) struct Review {
     /// The pods with connected proxies, in order.
@@ -89,7 +89,7 @@ pub(super) struct Review {
 
 #[derive(PartialEq, Eq, Hash)]
 enum PartId {
-    /// Of a Service: who applies the part, and the address of the table in it.
+    /// A part of a Service: who applies it, and the address of the table in it.
     Service(Key, Side, usize),
     /// An AuthorizationPolicy.
     Authorization(Key),
@@ -104,7 +104,7 @@ struct Part {
 }
 
 impl Review {
-    /// Adds what a client does with a state, of which it has acknowledged this one.
+    /// Adds the outcome of a state at a client that has acknowledged this digest.
     pub(super) fn add(&mut self, id: u64, acknowledged: Option<&Acknowledged>, state: &State) {
         let (Some((pod, lacking)), Some(target)) = (self.proxies.get(&id), &state.target) else {
             return;
@@ -165,11 +165,11 @@ impl Review {
         part.outcomes.push(outcome);
     }
 
-    /// What the proxies do with an object, which has these parts.
+    /// The outcomes at the proxies of an object with these parts.
     fn progress(&self, subject: &Subject, parts: &[&Part]) -> Progress {
         let all = parts.iter().flat_map(|part| &part.outcomes);
         let mut all: Vec<&(usize, Outcome)> = all.collect();
-        // Those of each part are sorted. Of a pod, the worst comes first.
+        // The outcomes of each part are sorted. The worst outcome of a pod comes first.
         all.sort();
         all.dedup_by_key(|(pod, _)| *pod);
         let pods = all.into_iter();
@@ -249,7 +249,7 @@ impl Hub {
             let pod = review.pods.len();
             review.pods.push(key.clone());
             review.proxies.insert(id, (pod, lacking));
-            // Of a proxy that does not ask for its own state, or whose subscription is refused.
+            // The proxy does not ask for its own state, or its subscription is refused.
             if !subscribers.has_own_state(id) {
                 let own = Resource::Workload(key.clone(), reference.uid.clone());
                 let location = index.location(key, &reference.uid);
@@ -258,7 +258,7 @@ impl Hub {
         }
     }
 
-    /// What the proxies do with each object, with its generation.
+    /// The outcomes of each object at the proxies, with its generation.
     async fn progress(&self, mut review: Review) -> BTreeMap<Subject, (i64, Progress)> {
         let mut parts = std::mem::take(&mut review.parts);
         for part in parts.values_mut() {

@@ -11,7 +11,7 @@ use crate::index::version::Version;
 
 /// The memory for the earlier endpoints of all Services, and for encoded differences.
 const MAX_BYTES: usize = 32 * 1024 * 1024;
-/// What an item takes without its content.
+/// The memory of an item without its content.
 const ITEM_BYTES: usize = 256;
 
 /// The endpoints that others have replaced, and the encoded differences between two of them. They

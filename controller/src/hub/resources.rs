@@ -17,7 +17,7 @@ use crate::index::version::Version;
 /// A subscriber to resources. Dropping it ends its subscriptions.
 pub struct Resources {
     pub(super) hub: Hub,
-    /// Whose claims are suspended if one was false: the UID of the pod.
+    /// The caller whose claims are suspended if one was false: the UID of the pod.
     pub(super) caller: Arc<str>,
     pub(super) id: u64,
     pub(super) queue: Arc<Queue>,

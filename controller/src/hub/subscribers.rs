@@ -27,7 +27,7 @@ pub(super) struct Subscribers {
     destinations_on: HashMap<u16, BTreeSet<SocketAddr>>,
     clients: HashMap<u64, Client>,
     clients_of_pod: HashMap<Key, BTreeSet<u64>>,
-    /// The latest position whose changes are published, except those of pending resources.
+    /// The latest position whose changes are published, except the changes of pending resources.
     pub(super) published: watch::Sender<Option<Arc<Position>>>,
     next_id: u64,
 }
@@ -43,14 +43,14 @@ pub(super) struct Client {
     lacking: Lacking,
 }
 
-/// What the proxy of an earlier release does not apply.
+/// The features that the proxy of an earlier release does not apply.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lacking {
     /// Routes and policies.
     pub policies: bool,
     /// AuthorizationPolicies about calls to its pod.
     pub authorization: bool,
-    /// Those about calls by its pod.
+    /// AuthorizationPolicies about calls by its pod.
     pub egress: bool,
     /// Telemetry of its pod.
     pub telemetry: bool,

@@ -1,5 +1,5 @@
-//! What is to be done, such as resources to publish and keys to fetch. Namespaces take turns,
-//! whatever the number of their items.
+//! A queue of work, such as resources to publish and keys to fetch. Namespaces take turns, whatever
+//! the number of their items.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;

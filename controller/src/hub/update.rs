@@ -8,7 +8,7 @@ use crate::index::{Index, Step};
 /// The steps of a batch.
 pub(super) struct Update {
     events: VecDeque<Event>,
-    /// Of the events before them.
+    /// The steps of the events before them.
     steps: VecDeque<Step>,
     /// The kinds that can be read according to these events, because they are listed or have no
     /// objects, and those that cannot be read.
@@ -24,8 +24,8 @@ impl Update {
         }
     }
 
-    /// Divides the next events into steps. All earlier steps are applied to the index, on which those
-    /// of a list depend. Returns whether there are steps.
+    /// Divides the next events into steps. All earlier steps must be applied to the index: the
+    /// steps of a list depend on it. Returns whether there are steps.
     pub(super) fn prepare(&mut self, index: &Index) -> bool {
         while let Some(event) = self.events.pop_front() {
             let is_list = matches!(event.change, Change::Reset(..) | Change::NotInstalled(..));

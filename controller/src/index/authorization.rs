@@ -1,5 +1,6 @@
-//! The AuthorizationPolicies of pods: those of their own namespace, and those of the namespace of the
-//! mesh, that select them. All of a direction apply, and change nothing in the other one. Pure.
+//! The AuthorizationPolicies of pods: the policies that select them, in their own namespace and in
+//! the namespace of the mesh. All policies of a direction apply, and change nothing in the other
+//! direction. Pure.
 //!
 //! A policy that is invalid denies the calls of its targets, as one over the bound does. An invalid
 //! one of the mesh changes nothing: pods keep what they have, and new ones wait. The filters
@@ -155,7 +156,7 @@ struct Excess {
 }
 
 impl Excess {
-    /// Adds a policy to those of its mode.
+    /// Adds a policy to the excess of its mode.
     fn add(all: &mut Vec<Excess>, name: &str, mode: Mode, ports: Vec<u32>) {
         let position = all.iter().position(|one| one.mode == mode);
         let position = position.unwrap_or_else(|| {
@@ -191,7 +192,7 @@ fn digest_key(digest: &mut Digest, key: &Key) {
 }
 
 impl Authorizations {
-    /// Those of a mesh whose controller is in this namespace.
+    /// The authorizations of a mesh whose controller is in this namespace.
     pub(super) fn of_mesh(namespace: &str) -> Authorizations {
         Authorizations {
             mesh: namespace.into(),
@@ -382,8 +383,8 @@ impl Index {
         !invalid.is_empty() || lost.contains(namespace) || lost.contains(mesh)
     }
 
-    /// The policies of a direction that select a pod, with the ports that they cover: those of the
-    /// mesh first.
+    /// The policies of a direction that select a pod, with the ports that they cover. Policies of
+    /// the mesh come first.
     fn authorizing<'a>(
         &'a self,
         pod: &'a Pod,
@@ -437,7 +438,7 @@ impl Index {
                 Target::Service(key) => {
                     let service = self.services.get(key).filter(|service| has_pods(service));
                     if let Some(service) = service.filter(|service| service.selects(pod)) {
-                        // Those over the limit are not known. Those of destinations are others, and
+                        // Ports over the limit are not known. Ports of destinations are others, and
                         // only an invalid policy is about both.
                         covers_all |= service.excess.is_some() || is_outbound;
                         ports.extend(target_ports(service.tcp_ports(), pod));
@@ -472,7 +473,7 @@ impl Index {
                     if all.defaults.len() < MAX_REMEMBERED {
                         all.defaults.push(key.clone());
                     }
-                    // That of the mesh comes first. Each one can deny.
+                    // The default of the mesh comes first. Each default can deny.
                     if all
                         .default
                         .as_ref()

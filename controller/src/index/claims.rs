@@ -1,5 +1,5 @@
-//! What subscribers claim to know of later events of the cluster than this replica, and whether the
-//! source has found their claims to be true. Plain values.
+//! Claims of subscribers that they know later events of the cluster than this replica, and whether
+//! the source has found these claims to be true. Plain values.
 //!
 //! A position is what a client says, and each claim of a later one costs a request to the API server.
 //! So a caller whose claim was false causes none for ten minutes.
@@ -15,12 +15,13 @@ use super::object::Kind;
 
 /// Time for which a caller with a false claim causes no requests.
 const SUSPENSION: Duration = Duration::from_secs(600);
-/// Suspended callers. Of more, the ones whose suspension ends first are forgotten.
+/// The maximum number of suspended callers. Beyond it, the callers whose suspension ends first are
+/// forgotten.
 const MAX_SUSPENDED: usize = 4096;
 /// Claims about one subject that have no answer yet. Later ones wait as if they were not made.
 const MAX_PENDING: usize = 1024;
 
-/// What a claim is about.
+/// The subject of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Subject {
     /// The epoch of the resource versions.

@@ -89,8 +89,8 @@ impl Index {
         })
     }
 
-    /// Whether the status of an object may be another one with the objects that cannot be read: that
-    /// of a route, of a split or of a canary is withheld with the state of its Services.
+    /// Whether the status of an object may be another one with the objects that cannot be read. The
+    /// status of a route, of a split or of a canary is withheld with the state of its Services.
     pub(super) fn is_status_withheld(&self, id: &RouteId) -> bool {
         let (kind, key) = id;
         let mut unreadable = self.unreadable.iter();
@@ -228,7 +228,7 @@ mod tests {
         kinds.filter(|kind| kind.is_optional())
     }
 
-    /// What is withheld while a kind cannot be read.
+    /// The resources and statuses that are withheld while a kind cannot be read.
     fn withheld(kind: Kind) -> Vec<&'static str> {
         let mut index = index(parse(OBJECTS, "cluster.local").unwrap().objects);
         index.set_readable(kind, false, &mut Touched::default());

@@ -1,8 +1,8 @@
-//! The endpoints of Service ports. Those of a port exist once, and so do those for the clients of
-//! one node or zone, whatever the number of addresses and subscribers. Pure.
+//! The endpoints of Service ports. The endpoints of a port exist once, and so do the endpoints for
+//! the clients of one node or zone, whatever the number of addresses and subscribers. Pure.
 //!
-//! What no state refers to is not kept. A change of a Service, of its slices or of their pods computes
-//! its endpoints again.
+//! Endpoints to which no state refers are not kept. A change of a Service, of its slices or of
+//! their pods computes its endpoints again.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -19,7 +19,7 @@ use super::version::{Digest, Version};
 
 /// The memory for the endpoints of a Service, of all its ports together.
 pub const MAX_BYTES: usize = 8 * 1024 * 1024;
-/// What an endpoint takes without its texts: its fields, and its encoding.
+/// The memory of an endpoint without its texts: its fields, and its encoding.
 const ENDPOINT_BYTES: usize = size_of::<Endpoint>() + size_of::<Place>() + 24;
 /// The slices of a pod that its Services are read from, while the index is locked.
 const MAX_SLICES: usize = 64;
@@ -42,7 +42,7 @@ pub struct Endpoint {
     pub draining: bool,
     /// Whether it is one of these because of its node.
     pub node_unready: bool,
-    /// Whether no pod has the address, and it is not that of the API server.
+    /// Whether no pod has the address, and it is not an address of the API server.
     pub outside: bool,
 }
 
@@ -120,7 +120,7 @@ impl Default for Endpoints {
 }
 
 impl Endpoints {
-    /// Endpoints of which every client has all. They ascend by address.
+    /// Endpoints that are the same for every client. They ascend by address.
     pub fn new(list: Vec<Endpoint>) -> Endpoints {
         let mut digest = Digest::new("endpoints");
         for endpoint in &list {
@@ -197,10 +197,10 @@ impl Endpoints {
         }
     }
 
-    /// The endpoints for a client, by its node and zone. With `local_only` (`internalTrafficPolicy`),
-    /// those of its node, whether or not there are any. Otherwise, as kube-proxy applies topology
-    /// hints, those with a hint for its node, else for its zone, if all ready endpoints have such
-    /// hints and one is for the client.
+    /// The endpoints for a client, by its node and zone. With `local_only`
+    /// (`internalTrafficPolicy`), the endpoints of its node, whether or not there are any.
+    /// Otherwise, the endpoints with a hint for its node, else for its zone. As in kube-proxy,
+    /// hints apply if all ready endpoints have such hints and one is for the client.
     pub(super) fn select(
         self: &Arc<Self>,
         local_only: bool,
@@ -256,14 +256,14 @@ impl Endpoint {
     }
 }
 
-/// What an endpoint of a slice takes at a port. Those with hints are in several parts.
+/// The memory of an endpoint of a slice at a port. Endpoints with hints are in several parts.
 fn bytes_of(endpoint: &SliceEndpoint) -> usize {
     let pod = endpoint.pod.as_ref().map(|pod| &pod.key);
     let hints = endpoint.node_hints.len() + endpoint.zone_hints.len();
     weight(&endpoint.zone, pod) * (1 + hints)
 }
 
-/// What an endpoint takes without its identity.
+/// The memory of an endpoint without its identity.
 fn weight(zone: &str, pod: Option<&Key>) -> usize {
     let pod = pod.map_or(0, |pod| pod.namespace.len() + pod.name.len());
     ENDPOINT_BYTES + zone.len() + pod
@@ -424,10 +424,10 @@ impl Index {
             (ready || draining).then_some((draining, node_unready, endpoint, pod))
         });
         let (draining, node_unready, slice, pod) = all.min_by_key(|(draining, ..)| *draining)?;
-        // Whoever maintains the slice: the pod at the address is meshed or not.
+        // The pod at the address is meshed or not, whatever program maintains the slice.
         let holder = pod.or_else(|| self.holder(address.ip()));
-        // Whatever the slice refers to: the pod has the address or not. The address of a node is that of
-        // pods of the Service, but of no others.
+        // The pod has the address or not, whatever the slice refers to. The address of a node
+        // counts only for pods in the namespace of the Service.
         let is_inside = holder.is_some_and(|pod| {
             let is_own = !pod.host_network || pod.key.namespace == service.key.namespace;
             is_own && pod.addresses.contains(&address.ip())
@@ -579,7 +579,7 @@ mod tests {
         assert_eq!(sets.collect::<HashSet<_>>().len(), 1);
         let other = resolve(&index, "10.96.0.1:2", &anywhere);
         assert_eq!(index.endpoints.len(), 2);
-        // What concerns no endpoint leaves the set as it is.
+        // A change that concerns no endpoint leaves the set as it is.
         let Some(mut pod) = index.pod(&Key::new("shop", "p")).cloned() else {
             panic!("a pod")
         };
@@ -685,7 +685,7 @@ mod tests {
             (Box::default(), 40_000..60_000),
             (["a".into()].into(), 20_000..30_000),
         ] {
-            // In another order than that of their names.
+            // The slices are not in the order of their names.
             let slices = [2, 0, 1].map(|number| slice(number, Box::clone(&hints)));
             let index = index([service.clone()].into_iter().chain(slices));
             let state = resolve(&index, "10.96.0.1:1", &Location::default());

@@ -1,8 +1,8 @@
 //! TCP ports of Services over the limit. States and tables are per port, so their size is the
-//! product of the number of ports and that of routes, endpoints or clients. Pure.
+//! product of the number of ports and the number of routes, endpoints or clients. Pure.
 //!
-//! A Service keeps its first ports. Of the others, it keeps only the numbers: clients that use them
-//! get an error, and never a connection in plaintext. Its author gets a condition.
+//! A Service keeps its first ports, and only the numbers of the others: clients that use them get
+//! an error, and never a connection in plaintext. Its author gets a condition.
 
 use std::collections::BTreeSet;
 

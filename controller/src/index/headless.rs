@@ -1,5 +1,5 @@
-//! Headless Services: the ports of pods to which they lead. Of several for one port of a pod, the
-//! oldest one decides, and the authors of routes and policies of the others get a condition. Pure.
+//! Headless Services: the ports of pods to which they lead. The oldest of several Services for one
+//! port of a pod decides. The authors of routes and policies of the others get a condition. Pure.
 //!
 //! A change marks the pods that it may concern. They are compared again once for all changes of a
 //! batch.
@@ -18,7 +18,7 @@ const MAX_NAMES: usize = 4;
 /// Ports of a headless Service, with the older Service that decides at a pod.
 type Older = BTreeMap<u16, Key>;
 
-/// The headless Services with pods of which an older one decides.
+/// The headless Services that have pods at which an older Service decides.
 #[derive(Debug, Default)]
 pub(super) struct Headless {
     /// By Service and pod.
@@ -87,7 +87,7 @@ impl Index {
         }
     }
 
-    /// The headless Services of a pod of which older ones decide at their ports.
+    /// The headless Services of a pod at whose ports older Services decide.
     fn older_at(&self, pod: &Pod) -> BTreeMap<Key, Older> {
         let mut of_port: BTreeMap<u16, Vec<_>> = BTreeMap::new();
         for (at, service, port) in self.headless_ports(pod) {

@@ -1,6 +1,6 @@
-//! The rate limits and the telemetry of pods: those of the Services of a pod's own namespace whose selector selects
-//! it, with the number of replicas that share them. EndpointSlices have no part in it: other
-//! programs may write them. Pure.
+//! The rate limits and the telemetry of pods. They come from the Services of a pod's own namespace
+//! whose selector selects it, with the number of replicas that share them. EndpointSlices have no
+//! part in it: other programs may write them. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -48,7 +48,7 @@ impl Limits {
         };
         let of_namespace = self.replicas.range_mut(Key::first_in(namespace)..);
         for (key, replicas) in of_namespace.take_while(|(key, _)| key.namespace == *namespace) {
-            // Those that have changed are counted again.
+            // Services that have changed are counted again.
             let Some(service) = services.get(key) else {
                 continue;
             };
@@ -133,8 +133,8 @@ impl Index {
         services
     }
 
-    /// The limits of a pod, and the Services with limits that select it. Those of the last ones are
-    /// surplus.
+    /// The limits of a pod, and the Services with limits that select it, each with whether its
+    /// limits are surplus.
     pub(super) fn rate_limits(&self, pod: &Pod) -> (Vec<proto::RateLimit>, Vec<(Key, bool)>) {
         let (mut all, mut limiting, mut bytes, mut limited) = (Vec::new(), Vec::new(), 0, 0);
         let services = self.limiting(pod).into_iter();

@@ -1,5 +1,5 @@
-//! What the objects of the catalog refer to, the other way around, and what is to be computed again
-//! after a change. Pure.
+//! The reverse references between the objects of the catalog, and the items to compute again after
+//! a change. Pure.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasher, RandomState};
@@ -18,7 +18,7 @@ use crate::routes::smi::{RouteGroup, Split};
 /// The number of maps of links.
 const SHARDS: usize = 256;
 
-/// What an object refers to, or where it is.
+/// A reference of an object, or its location.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Link {
     /// A Service: its cluster IP.
@@ -69,7 +69,7 @@ pub(super) enum Link {
     AuthorizationOf(Key),
 }
 
-/// What is to be computed again, in this order: nothing depends on what comes after it.
+/// An item to compute again. Items are computed in this order: none depends on a later one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Dirty {
     /// The policy that applies to a target.
@@ -142,7 +142,7 @@ impl Links {
         self.ids(link).map(|(_, key)| key)
     }
 
-    /// Those in a namespace. It does not matter how many there are in others.
+    /// The objects in a namespace. It does not matter how many there are in others.
     pub fn keys_in<'a>(
         &'a self,
         link: &Link,

@@ -278,7 +278,7 @@ impl Index {
         }
     }
 
-    /// What the author of a route, of a policy or of a Service is told.
+    /// The status for the author of a route, of a policy or of a Service.
     pub fn status(&self, id: &RouteId) -> Result<Option<RouteStatus>, Withheld> {
         if self.is_status_withheld(id) {
             return Err(Withheld);

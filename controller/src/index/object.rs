@@ -64,8 +64,8 @@ pub enum Change {
     Reset(Kind, Vec<Object>),
     /// A kind is not installed, and has no objects.
     NotInstalled(Kind),
-    /// The source could not list an optional kind so far, and nothing waits for it any longer. What
-    /// depends on it is withheld until it is listed.
+    /// The source could not list an optional kind so far, and nothing waits for it any longer.
+    /// States that depend on it are withheld until it is listed.
     Unreadable(Kind),
     /// The AuthorizationPolicies of these namespaces were deleted with their definition. The pods wait
     /// for others, until these are listed.
@@ -228,7 +228,7 @@ impl Service {
         Some(parent.key(&self.key))
     }
 
-    /// Whether it is that of the API server, whose endpoints are no pods.
+    /// Whether it is the Service of the API server, whose endpoints are no pods.
     pub fn is_api(&self) -> bool {
         (&*self.key.namespace, &*self.key.name) == ("default", "kubernetes")
     }
@@ -391,7 +391,7 @@ pub struct Pod {
     pub uid: Arc<str>,
     /// The addresses. Empty for finished pods.
     pub addresses: Vec<IpAddr>,
-    /// Whether they are those of its node.
+    /// Whether the pod has the addresses of its node.
     pub host_network: bool,
     /// Whether the pod is being deleted.
     pub terminating: bool,

@@ -1,8 +1,8 @@
 //! The TrafficPolicies of the catalog, and the policy of each Service. Pure.
 //!
-//! A policy concerns its own namespace only. Of several valid policies for one target, the oldest
-//! one applies. A change marks the targets that it may concern, whose Services are computed once
-//! for all changes of a batch.
+//! A policy concerns its own namespace only. The oldest of several valid policies for one target
+//! applies. A change marks the targets that it may concern, whose Services are computed once for
+//! all changes of a batch.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -43,12 +43,12 @@ impl Policies {
         self.of_service(service)?.rate_limits.as_ref()
     }
 
-    /// What the pods of a Service tell about their traffic.
+    /// The telemetry settings of the pods of a Service.
     pub(super) fn telemetry(&self, service: &Key) -> Option<&Arc<proto::Telemetry>> {
         self.of_service(service)?.telemetry.as_ref()
     }
 
-    /// What the pods of a namespace tell that no Service with telemetry selects.
+    /// The telemetry settings of the pods of a namespace that no Service with telemetry selects.
     pub(super) fn telemetry_in(&self, namespace: &Arc<str>) -> Option<&Arc<proto::Telemetry>> {
         let settings = self.settings(&Target::Namespace(namespace.clone()))?;
         settings.telemetry.as_ref()

@@ -29,12 +29,12 @@ pub struct Position {
     kinds: [Versions; KINDS],
 }
 
-/// What a subscriber knows of the kinds that a state depends on: the epoch, and the latest resource
-/// version.
+/// The epoch and the latest resource version that a subscriber knows of each kind on which a state
+/// depends.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known([(u64, u64); KINDS]);
 
-/// What a position lacks of a known one.
+/// A part of a known position that another position lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lack {
     /// The epoch.
@@ -43,7 +43,7 @@ pub enum Lack {
     Kind(Kind),
 }
 
-/// What an event says of the resource version of a kind.
+/// The meaning of an event for the resource version of a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// All objects were listed.
@@ -135,7 +135,7 @@ impl Position {
         other.is_none_or(|other| self.number > other.number)
     }
 
-    /// What a state at this position may lack of one at `known`. Kinds that this replica has not
+    /// The parts of `known` that a state at this position may lack. Kinds that this replica has not
     /// listed have no objects.
     pub fn lacks<'a>(&'a self, known: &'a Known) -> impl Iterator<Item = Lack> + 'a {
         Kind::ALL.into_iter().filter_map(|kind| {
@@ -285,7 +285,7 @@ mod tests {
     fn each_kind_is_of_the_epoch_in_which_it_was_listed() {
         let (mut history, other) = (history(&LISTS), history(&LISTS));
         history.set_epoch(1000);
-        // Of a watch that was opened before.
+        // An event of a watch that was opened before.
         history.record(Kind::Pod, Progress::Change, Some(99));
         let kinds = [Kind::Service, Kind::Pod];
         let before = vec![(0, 10, 10), (0, 99, 99)];

@@ -110,8 +110,8 @@ impl Index {
         }
     }
 
-    /// Pods reach all endpoints at external addresses, whatever the policies of the Service. Of
-    /// several Services with the address and port, the oldest one has it.
+    /// Pods reach all endpoints at external addresses, whatever the policies of the Service. The
+    /// oldest of several Services with the address and port has it.
     fn external(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
         let services = self.links.keys(&Link::ExternalIp(address.ip()));
         let services = services.filter_map(|key| {

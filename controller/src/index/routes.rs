@@ -47,7 +47,7 @@ pub(super) struct Routes {
     protected: BTreeSet<Key>,
 }
 
-/// What other routes of a Service concern.
+/// The proxies that a change of the routes of a Service concerns.
 #[derive(Debug, Default)]
 pub(super) struct Concerned {
     /// Its clients.

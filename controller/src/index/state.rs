@@ -44,7 +44,7 @@ pub struct Target {
     pub session_affinity: u32,
     /// The endpoints that are ready, and those that drain.
     pub endpoints: Arc<Endpoints>,
-    /// The Service whose routes and policy it has. Of a pod, a headless Service that selects it.
+    /// The Service whose routes and policy it has. For a pod: a headless Service that selects it.
     pub service: Option<Key>,
     /// The routes for the client, if there are any. Only destinations have routes.
     pub routes: Option<Arc<Table>>,
@@ -70,7 +70,7 @@ pub enum TargetKind {
 /// The inbound configuration of a pod.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Workload {
-    /// What its injector wrote.
+    /// The inbound settings that its injector wrote.
     pub inbound: Inbound,
     /// The zone of its node, or empty.
     pub zone: Arc<str>,
@@ -78,13 +78,13 @@ pub struct Workload {
     pub rate_limits: Vec<RateLimit>,
     /// The Services that they are of, and those whose limits are surplus.
     pub limiting: Vec<(Key, bool)>,
-    /// What its proxy tells about its traffic.
+    /// The telemetry settings of its proxy.
     pub telemetry: Option<Arc<Telemetry>>,
-    /// The Services whose telemetry that of another one replaces.
+    /// The Services whose telemetry is replaced by the telemetry of another Service.
     pub replaced: Vec<Key>,
     /// Who may call it.
     pub authorization: Authorization,
-    /// What it may call outside of the cluster.
+    /// The destinations that it may call outside of the cluster.
     pub egress: Authorization,
 }
 
@@ -211,7 +211,7 @@ fn digest_of_rest(target: Option<&Target>) -> Version {
             digest.number((*is_surplus).into());
         }
         workload.authorization.digest(&mut digest);
-        // Without any, the version is that of earlier releases.
+        // Without any, the version is the same as in earlier releases.
         if workload.egress != Authorization::default() {
             digest.text("egress");
             workload.egress.digest(&mut digest);

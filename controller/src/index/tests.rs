@@ -188,7 +188,7 @@ pub(crate) fn index(objects: impl IntoIterator<Item = Object>) -> Index {
     index
 }
 
-/// What a destination stands for, in a few words.
+/// A description of a destination in a few words.
 fn at(index: &Index, destination: &str) -> String {
     match state(index, destination.parse().unwrap()).target {
         None => "unknown".into(),
@@ -1159,7 +1159,7 @@ impl Chance {
                 let meta = self.meta(kind, &spec);
                 Object::Backend(backend(Meta { key, ..meta }, &spec, "cluster.local"))
             }
-            // The names are those of policies with targets.
+            // The names are the same as for policies with targets.
             Kind::TrafficPolicy if self.0.u8(..4) == 0 => {
                 let spec = json!({"backend": self.host()});
                 let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["a", "p1"]));
@@ -1484,7 +1484,7 @@ fn changes_are_reported_and_deltas_transform_states() {
     }
 }
 
-/// What a proxy does with a delta.
+/// The endpoints of a proxy after a delta.
 fn patched(endpoints: &[Endpoint], delta: &Delta) -> Vec<Endpoint> {
     let mut all: BTreeMap<SocketAddr, Endpoint> = endpoints
         .iter()

@@ -34,7 +34,7 @@ const TARGET_NOT_FOUND: &str = "TargetNotFound";
 /// A TrafficPolicy. Its parents are the targets.
 pub type Policy = Checked<Arc<Settings>>;
 
-/// What a policy applies to.
+/// The target of a policy.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Target {
     /// A Service.
@@ -43,7 +43,8 @@ pub enum Target {
     Namespace(Arc<str>),
 }
 
-/// The sections of a policy. Those of a Service replace those of its namespace, one by one.
+/// The sections of a policy. Sections for a Service replace the sections for its namespace, one by
+/// one.
 #[derive(Debug, Default, PartialEq)]
 pub struct Settings {
     /// "TrafficPolicy NAMESPACE/NAME", for logs and metrics.
@@ -103,29 +104,30 @@ pub enum Side {
     Endpoints,
     /// The proxies of the pods of the Service.
     Pods,
-    /// They too, but no calls depend on it. Its parts replace those of the namespace one by one.
+    /// The proxies of the pods too, but no calls depend on it. Its parts replace the parts for the
+    /// namespace one by one.
     Telemetry,
 }
 
 /// The section `retry`.
 #[derive(Debug, Default, PartialEq)]
 pub struct RetrySettings {
-    /// What is retried. `None`: the default of the proxy.
+    /// The conditions and number of retries. `None`: the default of the proxy.
     pub retry: Option<proto::RouteRetry>,
     /// The share of retries.
     pub budget: Option<proto::RetryBudget>,
 }
 
-/// The policy of a Service, from its own sections and those of its namespace.
+/// The policy of a Service, from its own sections and the sections of its namespace.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Effective {
     /// How clients use its endpoints.
     pub backend: Option<Arc<proto::BackendPolicy>>,
-    /// What its routes do not say about its requests.
+    /// The settings of requests that its routes leave open.
     pub requests: Requests,
     /// Limits of the requests to its pods, without ports and replicas.
     pub rate_limits: Option<Arc<[proto::RateLimit]>>,
-    /// What its pods tell about their traffic.
+    /// The telemetry settings of its pods.
     pub telemetry: Option<Arc<proto::Telemetry>>,
 }
 
@@ -134,7 +136,7 @@ pub struct Effective {
 pub struct Requests {
     /// The name of the rule for requests that no route concerns.
     name: String,
-    /// What they have where their rule has nothing.
+    /// The settings of requests whose rule has none.
     pub settings: RequestSettings,
     /// Injected before rules apply.
     pub faults: Option<Arc<Faults>>,
@@ -186,7 +188,7 @@ impl Policy {
         targets.map(|reference| (reference, self.target(reference)))
     }
 
-    /// What a reference is to. `None`: something else, or of another namespace.
+    /// The target of a reference. `None`: another kind, or another namespace.
     pub fn target(&self, reference: &ParentReference) -> Option<Target> {
         let namespace = &self.key.namespace;
         let is_core = matches!(reference.group.as_deref(), None | Some("" | "core"));
@@ -240,7 +242,7 @@ impl Effective {
         (effective != Effective::default()).then_some(effective)
     }
 
-    /// Whether the proxies of clients apply it, and not only those of the pods.
+    /// Whether the proxies of clients apply it, and not only the proxies of the pods.
     pub fn concerns_clients(&self) -> bool {
         self.backend.is_some() || self.requests != Requests::default()
     }

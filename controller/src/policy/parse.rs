@@ -29,10 +29,11 @@ use crate::routes::spec::{HttpMatch, Retry};
 use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
 
 const MAX_TARGETS: usize = 16;
-/// Of all faults, and of all rate limits, which proxies evaluate for each request.
+/// The maximum number of matches of all faults, and of all rate limits. Proxies evaluate them for
+/// each request.
 pub(super) const MAX_MATCHES: usize = 128;
 const MAX_PATTERNS: usize = 64;
-/// Of the encoded faults or rate limits.
+/// The maximum length of the encoded faults or rate limits.
 const MAX_BYTES: usize = 64 * 1024;
 const DEFAULT_WINDOW: Milliseconds = Milliseconds(1000);
 
@@ -326,7 +327,7 @@ fn faults(specs: Vec<spec::Fault>, policy: &str) -> Result<Arc<Faults>, Rejectio
     Ok(Arc::new(Faults::new(faults)))
 }
 
-/// What the faults or the rate limits of a policy have so far.
+/// The size of the faults or the rate limits of a policy so far.
 #[derive(Default)]
 struct Total {
     matches: usize,

@@ -1,4 +1,4 @@
-//! The fields of a TrafficPolicy. Matches are those of HTTPRoutes.
+//! The fields of a TrafficPolicy. Matches are the same as in HTTPRoutes.
 //!
 //! A field that this release does not know makes the policy invalid: without it, the rest could
 //! mean something else. `tests/crd.rs` makes the definition of the custom resource from these types,
@@ -14,8 +14,8 @@ use super::tests::crd;
 use crate::fields::{Milliseconds, Name, Named};
 use crate::routes::spec::{BackendSpec, Fraction, HttpMatch, SessionPersistence, Timeouts};
 
-/// The traffic of the requests to Services. A section for a Service replaces that for its
-/// namespace. What is absent has the defaults of the proxies. Or a host outside of the cluster.
+/// The traffic of the requests to Services, or a host outside of the cluster. A section for a
+/// Service replaces the section for its namespace. Absent fields have the defaults of the proxies.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend(
@@ -25,8 +25,8 @@ use crate::routes::spec::{BackendSpec, Fraction, HttpMatch, SessionPersistence, 
 )))]
 #[serde(default, rename_all = "camelCase")]
 pub struct TrafficPolicySpec {
-    /// Services of the namespace of the policy, or this namespace: all of its Services. Of several
-    /// policies for one target, the oldest one applies. Required, except with backend.
+    /// Services of the namespace of the policy, or this namespace: all of its Services. The oldest
+    /// of several policies for one target applies. Required, except with backend.
     #[cfg_attr(test, schemars(length(min = 1, max = 16), extend(
         "x-kubernetes-list-type" = "map",
         "x-kubernetes-list-map-keys" = ["group", "kind", "name"],
@@ -56,10 +56,10 @@ pub struct TrafficPolicySpec {
     /// Faults that the proxies of clients inject, for tests of the clients.
     #[cfg_attr(test, schemars(length(max = 16)))]
     pub faults: Option<Vec<Fault>>,
-    /// What the proxies of the pods of the Service tell about their traffic.
+    /// The telemetry of the proxies of the pods of the Service about their traffic.
     pub telemetry: Option<Telemetry>,
-    /// A host outside of the cluster, as a backend of routes of the namespace: they refer to the
-    /// policy, which has no targetRefs and no other section.
+    /// A host outside of the cluster, as a backend of routes of the namespace. They refer to the
+    /// policy, which has neither targetRefs nor another section.
     #[cfg_attr(test, schemars(with = "Option<crd::Backend>"))]
     pub backend: Option<BackendSpec>,
 }
@@ -93,7 +93,7 @@ pub struct LoadBalancing {
     /// PeakEwma (default): the better of two random endpoints, by latency and requests in flight.
     /// LeastRequest: by requests in flight. RoundRobin: in turn. ConsistentHash: by a hash.
     pub algorithm: Option<Name<Algorithm>>,
-    /// What a consistent hash is computed from. Requests without it are balanced by PeakEwma.
+    /// The input of a consistent hash. Requests without it are balanced by PeakEwma.
     pub hash: Option<Hash>,
     /// Prefer: endpoints in the zone of the client come first, while they are healthy and less
     /// loaded than the others. Default: None.
@@ -120,7 +120,7 @@ impl Named for PreferZone {
     const NAMES: &[(&str, Self)] = &[("None", Self(false)), ("Prefer", Self(true))];
 }
 
-/// What a consistent hash is computed from: exactly one of these.
+/// The input of a consistent hash: exactly one of these.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend("minProperties" = 1, "maxProperties" = 1)))]
@@ -142,7 +142,8 @@ pub struct Hash {
 #[serde(default)]
 pub struct Source {}
 
-/// Limits of each endpoint, in the proxy of each client. What exceeds them waits, or gets 503.
+/// Limits of each endpoint, in the proxy of each client. Traffic that exceeds them waits, or gets
+/// 503.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, rename_all = "camelCase")]
@@ -249,7 +250,7 @@ pub struct Budget {
     pub min_per_second: Option<u32>,
 }
 
-/// A limit of the requests to the Service. What exceeds it gets 429, or RESOURCE_EXHAUSTED.
+/// A limit of the requests to the Service. Requests that exceed it get 429, or RESOURCE_EXHAUSTED.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend(

@@ -19,7 +19,7 @@ use crate::routes::model::Rejection;
 use crate::routes::parse::{unsupported, violates};
 use crate::routes::spec::Fraction;
 
-/// What the proxies of the pods of the Service tell about their traffic.
+/// The telemetry of the proxies of the pods of the Service about their traffic.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, rename_all = "camelCase")]
@@ -32,7 +32,7 @@ pub struct Telemetry {
     pub tracing: Option<Tracing>,
 }
 
-/// What is dumped: that for which all conditions hold. A pod's annotation bounds it.
+/// Conditions on the traffic that is dumped, all of which hold. A pod's annotation bounds it.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend("required" = ["mode"])))]

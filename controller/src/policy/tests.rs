@@ -141,7 +141,8 @@ fn invalid_fields_are_named_with_their_value_and_the_expected_one() {
     }
 }
 
-/// Of these, the messages are impossible with the fields of policies, or about targets.
+/// Fragments of messages that are impossible with the fields of policies, or that are about
+/// targets.
 const OTHER_MESSAGES: [&str; 10] = [
     "spec.targetRefs",
     "a known algorithm",
@@ -311,7 +312,7 @@ fn rules_keep_what_they_have_and_get_the_rest_from_the_policy() {
     assert_eq!(
         completed.timeouts,
         [Some(1_000), Some(1_000)],
-        "at most that of the request"
+        "at most the timeout of the request"
     );
     assert_eq!(completed.retry, own.retry);
     let none = complete(RequestSettings {

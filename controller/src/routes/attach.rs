@@ -1,5 +1,5 @@
-//! The routes of one Service that are of one namespace: which apply to which port, in which order,
-//! and what their authors are told. Pure.
+//! The routes of one Service that are of one namespace: the routes of each port in their order, and
+//! the conditions for their authors. Pure.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
@@ -25,19 +25,19 @@ use crate::policy::{Faults, Requests};
 const MAX_ROUTES: usize = 1024;
 const MAX_MATCHES: usize = 4096;
 const MAX_PATTERNS: usize = 256;
-/// Of the encoded routes, a part of the largest message that proxies accept. Of splits, whose
-/// backends differ by port, at all ports together.
+/// The maximum length of the encoded routes, a part of the largest message that proxies accept. For
+/// splits, whose backends differ by port: at all ports together.
 const MAX_BYTES: usize = 1024 * 1024;
-/// Of all tables of a Service: of the encoded routes, and of the routes in them. Ports with the same
-/// routes share a table.
+/// Limits of all tables of a Service: the length of the encoded routes, and the number of routes in
+/// them. Ports with the same routes share a table.
 const MAX_TABLE_BYTES: usize = 8 * MAX_BYTES;
 const MAX_TABLE_ROUTES: usize = 64 * MAX_ROUTES;
 /// Problems in one condition.
 const MAX_PROBLEMS: usize = 4;
-/// Of a route with the filter ExternalAuth that does not apply to a port.
+/// The message for a route with the filter ExternalAuth that does not apply to a port.
 const DENIED_AT_PODS: &str = "; the route has the filter ExternalAuth, so that the pods deny all \
     calls at the ports where it does not apply";
-/// Of a route of a headless Service.
+/// The message for a route of a headless Service.
 const BACKENDS_WITHOUT_EFFECT: &str = "; backendRefs, with their weights and filters, have no \
     effect: the Service is headless, and requests stay at the pod that the client has selected";
 
@@ -53,7 +53,7 @@ pub struct Table {
     pub rules: Vec<Arc<Rule>>,
     /// GRPCRoutes, not HTTPRoutes.
     pub grpc: bool,
-    /// Of connections that carry no HTTP.
+    /// The rule for connections that carry no HTTP.
     pub tcp: Option<Arc<Rule>>,
     /// The faults of the policy of the Service.
     pub faults: Option<Arc<Faults>>,
@@ -128,7 +128,7 @@ impl PartialEq for Table {
 pub struct Attachment {
     /// By the port of the Service.
     pub tables: BTreeMap<u16, Arc<Table>>,
-    /// What its pods are told, at ports with the filter ExternalAuth.
+    /// The rules for its pods, at ports with the filter ExternalAuth.
     pub protected: BTreeMap<u16, Arc<Rules>>,
     /// The conditions of each route, by the position of the parent in the route.
     pub conditions: HashMap<RouteId, BTreeMap<usize, Vec<Condition>>>,
@@ -141,14 +141,16 @@ struct Candidate<'a> {
     parents: Vec<(usize, &'a ParentReference)>,
     /// Older routes exceed a limit without it.
     is_surplus: bool,
-    /// The rules, by the port of the Service for a split. Of other routes, for all ports.
+    /// The rules, by the port of the Service for a split. `None`: the rules of other routes, for
+    /// all ports.
     rules: BTreeMap<Option<u16>, Vec<Arc<Rule>>>,
     problems: Vec<Rejection>,
     /// Whether the route applies, by table.
     verdicts: Vec<(usize, Verdict)>,
     /// Why rules with the filter ExternalAuth fail, by table.
     incompatible: Vec<(usize, Rejection)>,
-    /// Of a route with this filter: the ports that its parents select, and where it does not apply.
+    /// The ports at which a route with this filter does not apply, although its parents select
+    /// them.
     unapplied: BTreeSet<u16>,
 }
 
@@ -237,8 +239,8 @@ pub fn attach(
     }
 }
 
-/// The ports whose pods deny all calls: a route with the filter ExternalAuth is for them, and does
-/// not apply, so that nobody tells which requests it would protect.
+/// The ports whose pods deny all calls. A route with the filter ExternalAuth is for them, and does
+/// not apply: the requests that it would protect are unknown.
 fn denied(candidates: &[Candidate<'_>]) -> BTreeMap<u16, Arc<Rules>> {
     let mut denied = BTreeMap::new();
     for candidate in candidates.iter().filter(|one| !one.unapplied.is_empty()) {
@@ -353,7 +355,7 @@ fn candidate<'a>(
     }
 }
 
-/// A rule with checked references. Of a split, for a port of its parent.
+/// A rule with checked references. The rule of a split is for a port of its parent.
 fn rule(
     route: &Route,
     parsed: &ParsedRule,
@@ -452,7 +454,7 @@ fn merge(
     limits: Limits,
     requests: &Requests,
 ) -> (Arc<Table>, Option<Arc<Rules>>) {
-    // A route without a readable rule excludes no other one.
+    // A route without a readable rule does not exclude others.
     let mut selected: Vec<usize> = selected.to_vec();
     selected.sort_by_key(|one| candidates[*one].route.is_unreadable());
     let routes = selected.iter().map(|one| candidates[*one].route);
@@ -506,7 +508,7 @@ fn merge(
             rules.push(rule.clone());
             filters.push((owner, parsed.external_auth.clone()));
             matches.extend(parsed.matches.iter().map(|one| (position, one.clone())));
-            // Of several, one with a filter decides at the pods.
+            // Among several rules without matches, one with a filter decides at the pods.
             if parsed.matches.is_empty() && (unmatched.is_none() || parsed.external_auth.is_some())
             {
                 unmatched = Some(position);

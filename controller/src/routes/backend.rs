@@ -34,7 +34,7 @@ pub type Backend = Checked<Box<External>>;
 /// A host outside of the cluster.
 #[derive(Clone, Debug, PartialEq)]
 pub struct External {
-    /// What proxies are told.
+    /// The message for proxies.
     pub message: ExternalBackend,
     /// The protocol, if the object names one.
     pub protocol: Option<&'static str>,

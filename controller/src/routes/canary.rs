@@ -10,7 +10,7 @@ use super::{CONFLICTED, NO_MATCHING_PARENT, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service};
 
 const ALL_PERCENT: u32 = 100;
-/// Canaries of one Service. Those with 0% count.
+/// The maximum number of canaries of one Service. Canaries with 0% count.
 const MAX_CANARIES: usize = 64;
 
 /// The canaries of a Service.

@@ -42,7 +42,7 @@ pub(super) fn parse(
         mut http,
         forward_body,
     } = read_known(spec, &field)?;
-    // Unlike those of policies, lists may be empty.
+    // Unlike the lists of policies, these lists may be empty.
     let of_grpc = grpc.iter_mut();
     let of_grpc =
         of_grpc.flat_map(|one| [&mut one.allowed_headers, &mut one.allowed_response_headers]);
@@ -72,7 +72,7 @@ pub(super) fn parse(
     })
 }
 
-/// Checks the settings of a server as those of a policy.
+/// Checks the settings of a server in the same way as the settings of a policy.
 fn check_settings(authorizer: &proto::Authorizer, field: &str) -> Result<(), Rejection> {
     let policy = proto::AuthorizationPolicy {
         action: asking_action([authorizer]).into(),
@@ -220,8 +220,8 @@ pub(super) fn check_rules<'a>(
     (filters.collect(), incompatible)
 }
 
-/// What the pods of a Service port are told. `filters`: those of the rules. `None`: no rule has
-/// one.
+/// The rules for the pods of a Service port. `filters`: the filter of each rule. Returns `None` if
+/// no rule has a filter.
 pub(super) fn rules(
     matches: &[(u32, Arc<Match>)],
     rules: &[Arc<Rule>],
@@ -283,7 +283,7 @@ impl ExternalAuth {
         let server = self.server.as_ref().map(ToString::to_string);
         proto::Authorizer {
             backend: server.unwrap_or_default(),
-            // Of a filter that could not be read.
+            // A filter that could not be read has no timeout.
             timeout: self.authorizer.timeout.max(1),
             ..self.authorizer.clone()
         }

@@ -26,7 +26,7 @@ pub(super) struct Context<'a> {
     pub matches: &'a [Arc<Match>],
 }
 
-/// What filters and backends need that is not in their messages.
+/// Parts of filters and backends that are not in their messages.
 #[derive(Default)]
 pub(super) struct Found {
     pub references: Vec<Reference>,
@@ -174,7 +174,7 @@ fn header_modifier(spec: HeaderModifier, at: &str) -> Result<HeaderModifier, Rej
     Ok(spec)
 }
 
-/// Of several fields with one name, the first one counts.
+/// Keeps the first of several fields with one name.
 fn keep_first(fields: &mut Vec<Field>) {
     let mut names = HashSet::new();
     fields.retain(|field| names.insert(field.name.to_ascii_lowercase()));

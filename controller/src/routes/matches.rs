@@ -83,8 +83,8 @@ impl MatchSpec for TcpMatch {
     }
 }
 
-/// A match that proxies can compile. Its rank ends with the numbers of its conditions.
-/// Of several conditions with one name, the first one counts.
+/// A match that proxies can compile. Its rank ends with the numbers of its conditions. The first of
+/// several conditions with one name counts.
 fn ranked(rank: [usize; 3], mut message: RouteMatch, at: &str) -> Result<Match, Rejection> {
     route::Match::compile(&message).map_err(|violation| violates(at, &violation))?;
     for list in [&mut message.headers, &mut message.query] {

@@ -1,5 +1,5 @@
-//! XMeshes (GEP-3949): those of this controller get a status, with the features that the mesh
-//! supports. They configure nothing. Pure.
+//! XMeshes (GEP-3949). An XMesh of this controller gets a status, with the features that the mesh
+//! supports. XMeshes configure nothing. Pure.
 
 use serde_json::Value;
 
@@ -56,7 +56,7 @@ pub(super) const FEATURES: &[&str] = &[
 pub struct Mesh {
     /// The name, without a namespace.
     pub key: Key,
-    /// The status of one of this controller. It depends on no other object.
+    /// The status of an XMesh of this controller. It does not depend on other objects.
     pub status: Option<RouteStatus>,
 }
 

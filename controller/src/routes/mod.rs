@@ -58,7 +58,8 @@ pub const REF_NOT_PERMITTED: &str = "RefNotPermitted";
 /// The status of a route: one entry for each of its parents.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RouteStatus {
-    /// A kind of routes, XBackend, TrafficPolicy or XMesh. Of canary annotations and of too many ports, Service.
+    /// A kind of routes, XBackend, TrafficPolicy or XMesh. For canary annotations and too many
+    /// ports: Service.
     pub kind: Kind,
     /// Its namespace and name.
     pub key: Key,
@@ -66,10 +67,10 @@ pub struct RouteStatus {
     pub uid: Arc<str>,
     /// The generation of the route that the conditions describe.
     pub generation: i64,
-    /// In the order of `spec.parentRefs`, only those that are Services. Of an XMesh, itself. Of
-    /// a host outside of the cluster, the Services of its routes.
+    /// The parents in the order of `spec.parentRefs`, only Services. For an XMesh: itself. For a
+    /// host outside of the cluster: the Services of its routes.
     pub parents: Vec<ParentStatus>,
-    /// Of an AuthorizationPolicy: where keys of its issuers are, and what was fetched.
+    /// The sources of the keys of an AuthorizationPolicy's issuers, and the fetched entries.
     pub issuers: Vec<(Source, Entry)>,
     /// The condition `Programmed` of another replica stays where this one has none.
     pub keeps_programmed: bool,
@@ -109,7 +110,7 @@ pub struct ParentReference {
     /// "Service".
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kind: Option<String>,
-    /// None: the namespace of the route.
+    /// The namespace. `None`: the namespace of the route.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub namespace: Option<String>,
     /// The name.
@@ -117,7 +118,7 @@ pub struct ParentReference {
     /// The name of the port.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub section_name: Option<String>,
-    /// None: all ports.
+    /// The port. `None`: all ports.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub port: Option<u16>,
 }
@@ -175,7 +176,7 @@ pub struct Condition {
     pub holds: bool,
     /// A reason of the specification, or of a condition of the mesh.
     pub reason: &'static str,
-    /// What is wrong, where, and what to do.
+    /// The error, its place, and the remedy.
     pub message: String,
     /// The generation of the route that it is about, if it may be an earlier one.
     pub generation: Option<i64>,

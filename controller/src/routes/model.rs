@@ -16,9 +16,9 @@ use crate::authorization::server::Server;
 use crate::checked::Checked;
 use crate::index::object::{Key, Kind};
 
-/// A route with parents that are Services, or what has the same effect: an HTTPRoute, a GRPCRoute, a
-/// TCPRoute or a TrafficSplit. Of kind Service: the canaries of the Service with its key. Its content
-/// is the rules in their order.
+/// A route with parents that are Services, or an object with the same effect: an HTTPRoute, a
+/// GRPCRoute, a TCPRoute or a TrafficSplit. With the kind Service: the canaries of the Service with
+/// its key. Its content is the rules in their order.
 pub type Route = Checked<Vec<Arc<ParsedRule>>>;
 
 /// Why a route, or a reference of it, is not accepted.
@@ -40,7 +40,7 @@ pub struct ParsedRule {
     pub matches: Vec<Arc<Match>>,
     /// The actions, without the settings of requests, as if all references were valid.
     pub message: Arc<RouteRule>,
-    /// What the rule says about its requests.
+    /// The settings of requests in the rule.
     pub settings: RequestSettings,
     /// The backends, the receivers of mirrors and the authorization server.
     pub references: Vec<Reference>,
@@ -57,7 +57,7 @@ pub struct ExternalAuth {
     pub field: String,
     /// The port of a Service. `None`: no server can allow a request.
     pub server: Option<Server>,
-    /// What it is asked. It names no backend.
+    /// The settings for requests to the server, without a backend.
     pub authorizer: Authorizer,
 }
 
@@ -293,8 +293,8 @@ impl Rule {
 }
 
 impl RequestSettings {
-    /// These settings, and where one is missing, that of a policy. An attempt has at most the time of
-    /// the request.
+    /// These settings, with the settings of a policy where one is missing. An attempt has at most
+    /// the time of the request.
     pub fn or(&self, policy: &RequestSettings) -> RequestSettings {
         let [request, attempt] = self.timeouts;
         let request = request.or(policy.timeouts[0]);

@@ -1,9 +1,9 @@
 //! Routes from the content of their objects. Pure.
 //!
-//! Nothing relies on the validation of the API server: objects from files have none. What the
-//! specification forbids, or does not define, is reported with the field and its value. Requests of
-//! a rule that cannot be applied fail. A rule whose matches cannot be read is dropped; the requests
-//! that its filter may protect fail. Where a rule has the filter ExternalAuth, the called pods refuse
+//! Nothing relies on the validation of the API server: objects from files have none. Values that
+//! the specification forbids, or does not define, are reported with their field. Requests of a rule
+//! that cannot be applied fail. A rule whose matches cannot be read is dropped; the requests that
+//! its filter may protect fail. Where a rule has the filter ExternalAuth, the called pods refuse
 //! them too.
 
 use std::sync::Arc;
@@ -41,7 +41,7 @@ const DEFAULT_SESSION_COOKIE: &str = "mesh-session";
 const DEFAULT_SESSION_HEADER: &str = "x-mesh-session";
 /// The length of a value in an error.
 const MAX_SHOWN_CHARS: usize = 64;
-/// The length of an error, of which each parent of a route has a copy.
+/// The length of an error. Each parent of a route has a copy of it.
 const MAX_ERROR_CHARS: usize = 512;
 /// At least the length of the parts of a rule and of a reference that its object does not contain.
 pub(super) const RULE_BYTES: usize = 512;
@@ -61,7 +61,7 @@ pub struct Meta {
     pub generation: i64,
     /// The length of the spec.
     pub bytes: usize,
-    /// What the API server has dropped of what was applied, for conditions.
+    /// The applied fields that the API server has dropped, for conditions.
     pub dropped: Option<Arc<String>>,
 }
 
@@ -137,7 +137,7 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
     let has_more = meta.kind == Kind::TcpRoute && parsed.rules.iter().flatten().nth(1).is_some();
     let ignored = has_hostnames.then_some("spec.hostnames");
     let ignored = ignored.or(has_more.then_some("a rule after the first one"));
-    // A route for Gateways only is none of the mesh's.
+    // A route for Gateways only does not concern the mesh.
     let values = parsed.rules.as_deref().filter(|_| !parents.is_empty());
     let (rules, invalid) = match meta.kind {
         Kind::GrpcRoute => rules::<GrpcMatch>(&meta, values.unwrap_or_default()),
@@ -181,7 +181,7 @@ fn tcp_rules(meta: &Meta, values: &[Value]) -> Rules {
     }
 }
 
-/// What a rule has that connections cannot have.
+/// The part of a rule that connections cannot have.
 fn for_requests(rule: &ParsedRule) -> Option<&'static str> {
     if rule.settings != RequestSettings::default() {
         return Some("timeouts, retries or sessions");
@@ -447,7 +447,7 @@ fn backend(
     })
 }
 
-/// A reference of the route `from`. What it refers to is checked with the catalog.
+/// A reference of the route `from`. Its target is checked with the catalog.
 pub(super) fn reference(object: ObjectRef, from: &Key, field: String) -> Reference {
     let group = object
         .group

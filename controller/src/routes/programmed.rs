@@ -32,8 +32,8 @@ pub const REVIEW_INTERVAL: Duration = Duration::from_secs(10);
 /// Time after which proxies that are still to acknowledge an object are named, and other counts are
 /// written.
 const STILL_TIME: Duration = Duration::from_secs(60);
-/// Time that a condition stays after the last pod that it concerns, and that the condition of an
-/// earlier replica stays: the proxies connect to this one within this time.
+/// Time for which a condition stays after the last pod that it concerns, or after the start of a
+/// new replica. The proxies connect to this replica within this time.
 const HOLD_TIME: Duration = Duration::from_secs(300);
 /// Objects whose condition a review changes at most, those with the oldest ones first: each is two
 /// requests to the API server.
@@ -54,7 +54,7 @@ pub struct Subject {
     pub target: Target,
 }
 
-/// What a proxy does with an object. The worst comes first.
+/// The outcome of an object at a proxy. The worst comes first.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Outcome {
     /// It rejects it, for this reason.
@@ -141,7 +141,7 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// What the connected proxies do with an object.
+/// The outcomes of an object at the connected proxies.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Progress {
@@ -159,9 +159,9 @@ pub struct Progress {
 /// The pods that an AuthorizationPolicy selects, whatever they are connected to.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Coverage {
-    /// Those with a proxy.
+    /// The number of pods with a proxy.
     pods: usize,
-    /// Those without one.
+    /// The number of pods without a proxy.
     unproxied: usize,
     without_proxy: Exceptions,
     /// Ports at which the policy, or its rules about requests, have no effect.
@@ -214,7 +214,7 @@ struct Exceptions {
 }
 
 impl Progress {
-    /// What these pods do with an object of a namespace.
+    /// The outcomes of an object of a namespace at these pods.
     pub fn of<'a>(namespace: &str, pods: impl Iterator<Item = (&'a Key, &'a Outcome)>) -> Progress {
         let mut progress = Progress::default();
         for (pod, outcome) in pods {
@@ -251,7 +251,7 @@ impl Progress {
         self.coverage = coverage;
     }
 
-    /// The same pods, none of which has acknowledged the current generation.
+    /// The same pods, before any of them acknowledges the current generation.
     fn outdated(&self) -> Progress {
         let mut outdated = Progress {
             pods: self.pods,
@@ -303,8 +303,8 @@ impl Exceptions {
         }
     }
 
-    /// The worst outcome in the namespace of the object. Any meshed pod can say what it likes, so those
-    /// of other namespaces count in the message only.
+    /// The worst outcome in the namespace of the object. Any meshed pod can report any outcome, so
+    /// pods of other namespaces count in the message only.
     fn worst(&self) -> Option<&Outcome> {
         let named = self.named.iter().map(|(outcome, _)| outcome);
         let own = self.more.iter().filter(|(_, [own, _])| *own > 0);
@@ -343,9 +343,10 @@ pub struct Reports {
     reports: BTreeMap<Subject, Report>,
     /// The first review.
     started: Option<Instant>,
-    /// What the other replicas have found.
+    /// The findings of the other replicas.
     pub exchange: Exchange,
-    /// What this replica does not know of concerns no proxy.
+    /// Whether reviews have run for [`HOLD_TIME`]: objects that this replica does not know then
+    /// concern no proxy.
     is_complete: bool,
 }
 
@@ -356,7 +357,7 @@ struct Report {
     generation_since: Instant,
     since: Instant,
     seen: Instant,
-    /// What the condition says, and since when.
+    /// The state in the condition, and the time since when it is there.
     written: Option<(ReportState, Instant)>,
 }
 

@@ -57,7 +57,7 @@ fn current(
     })
 }
 
-/// Makes statuses known. Returns those of before with only the parents whose conditions have
+/// Records statuses as known. Returns each status with only the parents whose conditions have
 /// changed, by more than a message that is not logged.
 fn changes(
     known: &mut Known,

@@ -1,7 +1,7 @@
 //! TrafficSplits and HTTPRouteGroups of the Service Mesh Interface (v1alpha4), as routes. Pure.
 //!
 //! A TrafficSplit has no ports: a backend takes part at the ports that it has in common with the
-//! Service. Requests that match none of its groups stay with the Service.
+//! Service. Requests outside of its groups stay with the Service.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

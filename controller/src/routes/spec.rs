@@ -21,7 +21,7 @@ pub struct RouteSpec<R = Value> {
     pub hostnames: Vec<String>,
     /// Absent: the default of the kind.
     pub rules: Option<Vec<R>>,
-    /// Of Gateways.
+    /// A field for Gateways.
     pub use_default_gateways: Value,
 }
 

@@ -159,7 +159,7 @@ fn updated(
     entry
 }
 
-/// Whether a type of conditions has a domain that is not that of the mesh.
+/// Whether a type of conditions has another domain than the domain of the mesh.
 fn is_of_others(kind: &Value) -> bool {
     let kind = kind.as_str().and_then(|kind| kind.split_once('/'));
     kind.is_some_and(|(domain, _)| domain != policy::GROUP)

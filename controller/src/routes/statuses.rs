@@ -11,7 +11,7 @@ use super::attach::RouteId;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Withheld;
 
-/// What the statuses in the cluster are to contain, and what has changed. It has one reader at a time.
+/// The desired statuses of the cluster, and their changes. It has one reader at a time.
 pub trait Statuses: Send + Sync {
     /// The objects that may have a status.
     fn with_status(&self) -> BTreeSet<RouteId>;

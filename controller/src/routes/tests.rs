@@ -321,7 +321,7 @@ fn tcp_routes_are_for_connections_and_for_requests_that_no_other_route_is_for() 
     // An HTTPRoute that is not accepted has no requests.
     let invalid = route("h", 0, json!([{"matches": [{"method": "get"}]}]));
     assert_eq!(order(&[tcp("t", 0), invalid]), "t");
-    // Of several, the oldest one applies.
+    // The oldest of several routes applies.
     let several = attach_all(&[tcp("young", 2), tcp("old", 1)]);
     assert_eq!(name(&several.tables[&80]), "shop/old:80");
     assert_eq!(
@@ -823,7 +823,7 @@ fn invalid_objects_have_a_condition_that_names_the_field_and_disturb_no_others()
         ),
         (tcp, json!([{"name": "A B"}]), "name: \"A B\""),
     ];
-    // Of each kind, a valid route is in force.
+    // A valid route of each kind is in force.
     let valid = |kind: Kind| {
         let backends = json!([{"backendRefs": [{"name": "valid", "port": 80}]}]);
         route_of(kind, "shop", "valid", 1, backends)

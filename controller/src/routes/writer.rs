@@ -106,8 +106,8 @@ enum Error {
 }
 
 impl Writer {
-    /// A writer for these kinds of routes. The others have no status, and get Events. `namespace` is
-    /// that of the mesh.
+    /// A writer for these kinds of routes. The others have no status, and get Events. `namespace`
+    /// is the namespace of the mesh.
     pub fn new(
         client: Client,
         namespace: &str,

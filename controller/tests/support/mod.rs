@@ -108,7 +108,7 @@ impl Sandbox {
         std::fs::remove_file(self.dir.path().join("catalog").join(name)).unwrap();
     }
 
-    /// What SIGTERM does.
+    /// Stops the controller like SIGTERM.
     pub fn stop(&mut self) {
         self.stop.take().unwrap().send(()).unwrap();
     }

@@ -226,7 +226,8 @@ async fn api_server_trusts_the_webhook_over_a_whole_rotation_whatever_the_own_cl
                 certificates.insert(serving.to_vec());
             }
         }
-        // Of a year each, without, with the next one, and with the former one until it expires.
+        // Each CA is valid for a year. A bundle has it alone, with the next one, or with the former
+        // one until that expires.
         assert!((3..=5).contains(&bundles.len()), "{}", bundles.len());
         assert!(
             (6..=9).contains(&certificates.len()),

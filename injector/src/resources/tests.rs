@@ -1,4 +1,4 @@
-//! The resources of proxies beside those of pods.
+//! The resources of proxies beside the resources of pods.
 
 use super::*;
 use crate::settings::SETTINGS;

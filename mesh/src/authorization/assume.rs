@@ -1,5 +1,5 @@
-//! Policies for a call of which not everything is known: conditions on what is not known are
-//! replaced by ones that hold, or that do not. Pure.
+//! Policies for a call with unknown parts. Conditions on unknown parts are replaced by conditions
+//! that hold, or that do not. Pure.
 
 use diy_mesh_proto::authorization::edge;
 use diy_mesh_proto::mesh::v1::{
@@ -69,7 +69,7 @@ fn assume_address(rule: &mut AuthorizationRule, matches: bool) {
     }
 }
 
-/// Sources of which each client is one.
+/// Sources that include each client.
 fn everyone() -> [AuthorizationSource; 2] {
     let kinds = [
         Kind::Identity(IdentityMatch::default()),
@@ -117,7 +117,7 @@ fn truth(patterns: &[AuthorizedPath], seen: &AuthorizedPath) -> Option<bool> {
     (!may_match).then_some(false)
 }
 
-/// A pattern by its elements, of which `None` is any one.
+/// A pattern by its elements. `None` is any element.
 struct Shape<'a> {
     elements: Vec<Option<&'a str>>,
     has_rest: bool,

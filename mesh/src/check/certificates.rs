@@ -4,7 +4,7 @@ use diy_mesh_issuer::Certificate;
 
 use crate::time::seconds;
 
-/// The certificates in a PEM text. None if one of them is invalid.
+/// The certificates in a PEM text, or an empty list if one of them is invalid.
 pub(super) fn read(pem: &[u8]) -> Vec<Certificate> {
     Certificate::all(pem).unwrap_or_default()
 }

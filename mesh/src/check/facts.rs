@@ -84,11 +84,11 @@ pub struct Facts {
     pub routes: Fact<Vec<Route>>,
     /// The TrafficPolicies and AuthorizationPolicies of all namespaces.
     pub policies: Fact<Vec<Value>>,
-    /// What this release says about routes and policies.
+    /// The judgement of this release about routes and policies.
     pub judgement: Fact<upgrade::Judgement>,
-    /// What failed at the proxies in the last minute.
+    /// The failures at the proxies in the last minute.
     pub traffic: Fact<Traffic>,
-    /// What a part of the proxies counted of traces, by workload.
+    /// The traces that a part of the proxies has counted, by workload.
     pub traces: BTreeMap<String, Traces>,
     /// The result of a dry run of the injection.
     pub dry_run: Fact<DryRun>,
@@ -105,7 +105,7 @@ pub enum DryRun {
     Failed(String),
 }
 
-/// What routes and policies refer to, and the kinds of SMI.
+/// The kinds that routes and policies refer to, and the kinds of SMI.
 const OTHER_KINDS: [Kind; 7] = [
     Kind::Service,
     Kind::Grant,
@@ -225,7 +225,7 @@ async fn namespaces(client: &Client, only: Option<&str>) -> Fact<Vec<Namespace>>
     )
 }
 
-/// What routes and policies refer to, which may be in any namespace.
+/// The objects that routes and policies refer to, which may be in any namespace.
 async fn others(client: &Client, only: Option<&str>) -> Fact<Vec<Value>> {
     match only {
         Some(_) => Err(ALL_NAMESPACES.to_owned()),

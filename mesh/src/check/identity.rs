@@ -449,7 +449,7 @@ mod tests {
             (finding.level, finding.details.as_slice()),
             (Level::Problem, &["shop/till".to_owned()][..])
         );
-        // During a rotation, the roots contain that of the former CA.
+        // During a rotation, the roots contain the root of the former CA.
         let mesh = facts.identity.as_mut().unwrap();
         let mut former = mesh.roots[0].clone();
         former.id = "former".into();

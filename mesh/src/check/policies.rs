@@ -153,8 +153,8 @@ fn pruned(policy: &Value) -> Vec<String> {
     lost.map(|path| format!("{title}: {path}")).collect()
 }
 
-/// What the mesh says about the targets of a policy that it does not accept, and about those where
-/// it does not apply everywhere.
+/// The conditions of a policy as texts: at targets that do not accept it, and at targets where it
+/// does not apply everywhere.
 fn problems(policy: &Value) -> (Vec<String>, Vec<String>) {
     let (title, current) = (live::title(policy), Vec::from_iter(current(policy)));
     let problems_of = |is_type: fn(&str) -> bool| {

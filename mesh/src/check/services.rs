@@ -68,7 +68,7 @@ pub(super) fn target_port_hint(
     unknown.find_map(|(number, text)| (number == port).then_some(text))
 }
 
-/// The ports of a Service with TCP target ports that none of its pods declares, and a description. A
+/// The ports of a Service with TCP target ports that its pods do not declare, and a description. A
 /// number matters only where pods declare ports.
 fn unknown_ports(service: &Service, pods: &[Pod]) -> Vec<(i32, String)> {
     let Some(selector) = selector(service) else {
@@ -123,7 +123,7 @@ fn unknown_ports(service: &Service, pods: &[Pod]) -> Vec<(i32, String)> {
     unknown.collect()
 }
 
-/// The TCP ports that the containers of a pod declare, without those of the proxy.
+/// The TCP ports that the containers of a pod declare, without the ports of the proxy.
 fn declared_ports(pod: &Pod) -> impl Iterator<Item = &ContainerPort> {
     let containers = pod.spec.iter().flat_map(|spec| {
         let sidecars = spec.init_containers.iter().flatten();
@@ -233,7 +233,7 @@ mod tests {
     fn reports_services_of_the_mesh_that_do_not_select_their_component() {
         let finding = |services| services_of(&facts(services));
         assert_eq!(finding(own("controller"))[0].level, Level::Ok);
-        // It has endpoints, but those of another component.
+        // It has endpoints, but they are endpoints of another component.
         let broken = finding(own("injector"));
         assert_eq!(
             (broken[0].level, broken[0].details.as_slice()),

@@ -136,7 +136,7 @@ fn warning(details: impl Iterator<Item = String>, what: &str, advice: &str) -> O
     Finding::warning(what, advice).about(details.collect(), "pod", "pods")
 }
 
-/// What unauthenticated callers reach in strict pods.
+/// The parts of strict pods that unauthenticated callers reach.
 pub(super) fn strict(facts: &Facts) -> Findings<'_> {
     let pods = facts.pods.as_deref().unwrap_or_default();
     let strict: Vec<&Pod> = meshed(pods).filter(|pod| is_strict(pod)).collect();

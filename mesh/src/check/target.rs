@@ -1,5 +1,6 @@
-//! The checks of `mesh upgrade --check`: whether the mesh of a cluster can become the release of this
-//! program. Their facts are those of `mesh check`, and what the API server says about the new objects.
+//! The checks of `mesh upgrade --check`: whether the mesh of a cluster can become the release of
+//! this program. Their facts are the facts of `mesh check`, and the answers of the API server about
+//! the new objects.
 
 use diy_mesh_controller::fields::paths;
 use std::collections::BTreeSet;
@@ -19,17 +20,18 @@ use crate::{
     routes::text,
 };
 
-/// The releases before this one whose components work with those of this release.
+/// The number of releases before this one whose components work with the components of this
+/// release.
 const SUPPORTED_RELEASES: u32 = 2;
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// What the API server says about the objects of an upgrade.
+/// The answers of the API server about the objects of an upgrade.
 pub struct Target {
     /// The objects that it would reject, with its reasons.
     pub rejected: Vec<String>,
     /// Why it could not be asked about others.
     pub unknown: Vec<String>,
-    /// Objects of the mesh that are none of the upgrade, and stay.
+    /// Objects of the mesh that are not in the upgrade, and stay.
     pub left: Fact<Vec<String>>,
 }
 
@@ -52,7 +54,7 @@ impl Target {
     }
 }
 
-/// The objects with the label of the mesh, of the kinds of these objects, that are none of them.
+/// The objects with the label of the mesh, of the kinds of these objects, that are not among them.
 async fn left(cluster: &Cluster, objects: &[Value]) -> Fact<Vec<String>> {
     let titles: BTreeSet<String> = objects.iter().map(live::title).collect();
     let label = format!("{}={}", live::LABEL.0, live::LABEL.1);
@@ -225,7 +227,7 @@ fn objects(target: &Target) -> Findings<'static> {
 fn left_behind(target: &Target) -> Findings<'_> {
     let left = target.left.as_ref()?;
     let text = "objects with the label of the mesh that this release does not have";
-    let advice = "delete them after the upgrade, if they are those of an earlier release";
+    let advice = "delete them after the upgrade, if they are of an earlier release";
     let left = Finding::warning(text, advice).if_any(left.clone());
     Ok(or_ok([left], "no objects of earlier releases".to_owned()))
 }

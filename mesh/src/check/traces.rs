@@ -31,7 +31,7 @@ pub struct Traces {
     pub untraced: u64,
 }
 
-/// What these pages of metrics count, by the workload of the pod.
+/// The counts in these pages of metrics, by the workload of the pod.
 pub(super) fn count(
     pods: &Fact<Vec<Pod>>,
     pages: &BTreeMap<String, String>,

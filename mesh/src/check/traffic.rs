@@ -35,10 +35,10 @@ const WARNING_FAILURES: u64 = 3;
 /// Failures that a route, a policy or the pod asks for.
 const INTENDED: [&str; 3] = ["fault-injected", "rate-limited", "no-route"];
 
-/// What failed at the proxies.
+/// The failures at the proxies.
 #[derive(Clone, Debug, Default)]
 pub struct Traffic {
-    /// Those that have reported, or were read, by `namespace/name` of the pod.
+    /// The proxies that have reported, or were read, by `namespace/name` of the pod.
     pub proxies: BTreeMap<String, Vec<Exception>>,
     /// Exceptions that are not listed, for lack of room.
     pub omitted: u64,
@@ -63,7 +63,7 @@ fn ready(pods: &[Pod]) -> impl Iterator<Item = &Pod> {
 }
 
 impl Traffic {
-    /// What the proxies have reported to the controllers, or the metrics of a part of them.
+    /// The reports of the proxies to the controllers, or the metrics of a part of the proxies.
     pub(super) fn read(
         identity: &Fact<Mesh>,
         pods: &Fact<Vec<Pod>>,
@@ -90,7 +90,7 @@ impl Traffic {
         })
     }
 
-    /// What these workloads have reported.
+    /// The reports of these workloads.
     fn reported(workloads: &[Workload]) -> Self {
         let mut traffic = Self::default();
         for workload in workloads {
@@ -218,7 +218,7 @@ pub fn findings(traffic: &Traffic, pods: &[Pod], services: &[Service], now: u64)
     super::or_ok([problem, warning, partial], text)
 }
 
-/// What fails in one way at the pods of one namespace.
+/// Failures of one kind at the pods of one namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Subject<'a> {
     namespace: &'a str,
@@ -230,7 +230,7 @@ struct Subject<'a> {
 #[derive(Debug, Default)]
 struct Failures<'a> {
     count: u64,
-    /// Those that nothing asks for.
+    /// The failures that no route, policy or pod asks for.
     unintended: u64,
     total: u64,
     reasons: BTreeMap<&'a str, u64>,
@@ -302,7 +302,7 @@ impl Subject<'_> {
             "probe" => PROBLEM_PROBES,
             "requests" if self.destination != "other" => PROBLEM_REQUESTS,
             "requests" | "addresses" | "inbound" => u64::MAX,
-            // Of a later release.
+            // A kind of a later release.
             _ => return None,
         };
         let unintended = failures.unintended;
@@ -644,7 +644,7 @@ diy_mesh_proxy_requests_total{direction="inbound"} 2
     }
 
     /// A cluster whose API server serves the metrics of all proxies: one exception that names the
-    /// path, which the page of namespace `evil` has beyond its limit.
+    /// path. The page of namespace `evil` has it beyond its limit.
     fn cluster() -> Cluster {
         let service = tower::service_fn(|request: hyper::Request<kube::client::Body>| async move {
             let path = request.uri().path().to_owned();

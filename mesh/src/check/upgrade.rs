@@ -1,6 +1,6 @@
-//! What this release says about the routes and policies of the cluster: those that it judges
-//! differently than the controllers that wrote their conditions, and errors of objects that have no
-//! conditions.
+//! The judgement of this release about the routes and policies of the cluster. It has the objects
+//! that this release judges differently than the controllers that wrote their conditions, and the
+//! errors of objects without conditions.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ use crate::routes::{conditions, text};
 /// The conditions that the objects of the cluster alone decide.
 const JUDGEMENTS: [&str; 3] = ["Accepted", "ResolvedRefs", PARTIALLY_INVALID];
 
-/// What this release says about the objects of the cluster.
+/// The judgement of this release about the objects of the cluster.
 #[derive(Clone, Debug, Default)]
 pub struct Judgement {
     /// The objects with other conditions than this release would write.

@@ -73,7 +73,7 @@ pub struct Arguments {
     output: Output,
 }
 
-/// What is called.
+/// The target of a call.
 #[derive(Clone, Debug)]
 enum To {
     /// Pods.
@@ -317,7 +317,7 @@ mod tests {
         parsed(&format!("authz {line} -f {file} -f {samples}")).unwrap()
     }
 
-    /// What is printed, and the exit code.
+    /// The printed text, and the exit code.
     fn told(line: &str) -> (String, ExitCode) {
         let arguments = tutorial(line);
         let [from, to] = [&arguments.from, &arguments.to].map(|name| name.as_deref().unwrap());

@@ -40,7 +40,7 @@ pub struct Arguments {
 struct Report {
     /// By the pods whose proxies have reported.
     groups: Vec<Called>,
-    /// The pods of which no proxy has reported in the last 7 days.
+    /// The pods without a report of a proxy in the last 7 days.
     unwatched: BTreeSet<String>,
 }
 
@@ -49,7 +49,7 @@ struct Report {
 struct Called {
     /// The pods.
     pods: String,
-    /// The start of the observation. None if the group stands for others that were cut.
+    /// The start of the observation. `None`: the group stands for others that were cut.
     since: Option<String>,
     /// Whether other calls were cut.
     incomplete: bool,

@@ -48,7 +48,7 @@ pub struct Arguments {
     output: Output,
 }
 
-/// What changed.
+/// The changes in a time.
 #[derive(Debug, Serialize)]
 struct Report {
     /// The start of the listed time, RFC 3339.

@@ -53,7 +53,7 @@ pub async fn run(arguments: &Arguments) -> Result<()> {
     let listener = listen::bind(address).await;
     let listener = listener.with_context(|| format!("failed to listen on {address}"))?;
     let port = listener.local_addr()?.port();
-    // Hosts without IPv6 have no such address. The URL is that of IPv4.
+    // Hosts without IPv6 have no such address. The URL has the address of IPv4.
     let second = listen::bind((Ipv6Addr::LOCALHOST, port).into()).await.ok();
     let token = token()?;
     let url = format!("http://127.0.0.1:{port}/#token={token}");

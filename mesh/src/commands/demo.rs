@@ -50,7 +50,8 @@ pub struct Arguments {
     /// Print the summary only
     #[arg(long)]
     quiet: bool,
-    /// Print all exchanges in full, those of clients outside the pods too, and all other output
+    /// Print all exchanges in full, also exchanges of clients outside the pods, and all other
+    /// output
     #[arg(long, conflicts_with = "quiet")]
     full: bool,
     /// Like --full, but only for this workload, pod, container or namespace, for example
@@ -61,9 +62,9 @@ pub struct Arguments {
     /// it or, if there is none, every YAML file
     #[arg(long, value_name = "DIR")]
     manifests: Option<PathBuf>,
-    /// Add the objects in this YAML file, or merge them into those of the same kind and name: fields
-    /// by name, lists of named items by the name of the item, null removes a field; `-` is standard
-    /// input; repeatable
+    /// Add the objects in this YAML file, or merge them into the objects of the same kind and name:
+    /// fields by name, lists of named items by the name of the item, null removes a field; `-` is
+    /// standard input; repeatable
     #[arg(long, value_name = "FILE")]
     set: Vec<PathBuf>,
 }
@@ -378,7 +379,7 @@ fn request_json_dumps(objects: &mut [Value]) -> BTreeSet<(String, String)> {
     json
 }
 
-/// Fails if nothing has a name that `--only` selects. A pod's name begins with that of its
+/// Fails if nothing has a name that `--only` selects. A pod's name begins with the name of its
 /// workload.
 fn check_only(only: &[String], objects: &[Value]) -> Result<()> {
     let (mut workloads, mut others) = (BTreeSet::new(), BTreeSet::from(story::PROXY_CONTAINERS));

@@ -46,8 +46,8 @@ pub struct Arguments {
     /// direction Outbound close
     #[arg(long, requires = "namespace", conflicts_with = "output")]
     network_policy: bool,
-    /// File or folder with AuthorizationPolicies and Services, in place of those of the cluster;
-    /// repeatable
+    /// File or folder with AuthorizationPolicies and Services, in place of the objects of the
+    /// cluster; repeatable
     #[arg(short, long, value_name = "FILE", requires = "network_policy")]
     filename: Vec<PathBuf>,
     /// File with the calls, the JSON of GetEdgesResponse, in place of a controller
@@ -89,7 +89,7 @@ async fn list(arguments: &Arguments) -> Result<Outcome> {
     Ok(Outcome::Allowed)
 }
 
-/// The calls, and the pods of the cluster of which no proxy has reported.
+/// The calls, and the pods of the cluster without a report of a proxy.
 pub(super) async fn read(
     controller: &controller::Arguments,
     edges: Option<&PathBuf>,
@@ -155,7 +155,7 @@ pub(super) fn of_group(
     terminal::headed([TextStyle::Bold.cell(pods), plain(since)], details)
 }
 
-/// The row of pods of which no proxy has reported.
+/// The row of pods without a report of a proxy.
 pub(super) fn not_watched(pods: &String) -> Vec<Cell> {
     let state = TextStyle::Warning.cell("not watched: no proxy has reported");
     vec![TextStyle::Bold.cell(pods), plain("-"), state]

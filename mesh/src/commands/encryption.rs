@@ -39,7 +39,7 @@ pub struct Arguments {
 #[derive(Debug, Serialize)]
 struct Report {
     services: Vec<Answer>,
-    /// What is missing.
+    /// Notes about missing data.
     notes: Vec<String>,
 }
 
@@ -93,7 +93,7 @@ fn report(services: &[Service], sample: &Sample) -> Report {
     }
 }
 
-/// None without endpoints.
+/// The answer for a Service. `None`: it has no endpoints.
 fn answer(service: &Service, sample: &Sample) -> Option<Answer> {
     let Service {
         namespace,

@@ -44,8 +44,8 @@ pub struct Arguments {
     /// Namespace whose pods become strict, or NAMESPACE/SERVICE-ACCOUNT; repeatable
     #[arg(long, value_name = "NAMESPACE")]
     strict: Vec<String>,
-    /// File or folder with the present AuthorizationPolicies and Services, in place of those of the
-    /// cluster; repeatable
+    /// File or folder with the present AuthorizationPolicies and Services, in place of the objects
+    /// of the cluster; repeatable
     #[arg(long, value_name = "FILE")]
     current: Vec<PathBuf>,
     /// File with the calls, the JSON of GetEdgesResponse, in place of a controller

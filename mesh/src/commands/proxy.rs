@@ -39,7 +39,7 @@ pub async fn run(arguments: &Arguments) -> Result<()> {
     let proxies = arguments.of.connect().await?;
     let name = proxies.full_name(&arguments.pod);
     let mut pods = proxies.named(&name).await?;
-    // That of this name before the pods of a workload.
+    // The pod of this name comes before the pods of a workload.
     pods.sort_by_key(|pod| pod.full_name() != name);
     let query = arguments.destination.as_ref().map(|name| {
         let is_address = name.parse::<SocketAddr>().is_ok();

@@ -32,7 +32,7 @@ pub struct Arguments {
     /// Services whose effective rules are printed [default: list all routes]
     #[arg(value_name = "[NAMESPACE/]NAME")]
     services: Vec<String>,
-    /// Namespace of the clients of the Services [default: that of the Service]
+    /// Namespace of the clients of the Services [default: the namespace of the Service]
     #[arg(long, value_name = "NAMESPACE", requires = "services")]
     clients: Option<String>,
     #[command(flatten)]
@@ -104,7 +104,7 @@ async fn services(arguments: &Arguments) -> Result<Vec<Key>> {
     names.iter().map(|name| service(name)).collect()
 }
 
-/// What a controller says about the Services.
+/// The explanations of the Services by a controller.
 async fn ask(arguments: &Arguments, services: &[Key]) -> Result<Vec<Explanation>> {
     let controllers = Controllers::new(&arguments.controller).await?;
     let mut controller = controllers.connect().await?;

@@ -34,7 +34,7 @@ pub struct Arguments {
     output: Output,
 }
 
-/// What is shown, and its source.
+/// The rows to show, and the source of their data.
 #[derive(Args, Clone, Debug)]
 pub struct Selection {
     /// [NAMESPACE/]NAME of a workload or Service [default: all]
@@ -43,7 +43,7 @@ pub struct Selection {
     pub(super) from: sample::Arguments,
 }
 
-/// What is shown.
+/// The filter of the rows.
 #[derive(Clone, Debug, Default)]
 pub struct Filter {
     /// Empty: all.
@@ -88,7 +88,8 @@ impl Filter {
         &self.namespace
     }
 
-    /// The requests to these workloads, those of routes by them, or the edges from and to them.
+    /// The requests to these workloads, the requests of routes by them, or the edges from and to
+    /// them.
     pub(super) fn rows(&self, by: By, sample: &Sample) -> Vec<Row> {
         let Some(names) = self.names(sample) else {
             return sample.rows(by);
@@ -111,7 +112,7 @@ impl Filter {
         rows
     }
 
-    /// The workload or Service, and the workloads of the Service. None for all.
+    /// The workload or Service, and the workloads of the Service. `None`: all.
     fn names(&self, sample: &Sample) -> Option<BTreeSet<String>> {
         let name = self.name.as_ref()?;
         let mut names = sample.services().remove(name).unwrap_or_default();

@@ -71,7 +71,7 @@ pub fn headings<const N: usize>(texts: [&str; N]) -> Vec<Cell> {
     texts.map(|text| TextStyle::Bold.cell(text)).to_vec()
 }
 
-/// Rows with these details, of which only the first has the heads.
+/// Rows with these details. Only the first row has the heads.
 pub fn headed<const N: usize>(heads: [Cell; N], details: Vec<Vec<Cell>>) -> Vec<Vec<Cell>> {
     let mut heads = Some(heads);
     let rows = details.into_iter().map(|detail| {

@@ -51,7 +51,7 @@ pub struct Arguments {
     output: Output,
 }
 
-/// What is expected of a call to the pods of a target.
+/// The expected outcome of a call to the pods of a target.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Expectation {
@@ -66,7 +66,7 @@ struct Expectation {
     host: Option<String>,
     #[serde(default)]
     headers: BTreeMap<String, String>,
-    /// Those of a token that all issuers accept. Default: no token.
+    /// The claims of a token that all issuers accept. Default: no token.
     claims: Option<serde_json::Map<String, serde_json::Value>>,
     address: Option<IpAddr>,
     expect: Expected,
@@ -206,7 +206,7 @@ impl Expectation {
         }
     }
 
-    /// What is expected instead.
+    /// The expected outcome, if the verdict differs from it.
     fn failure(&self, verdict: &Verdict) -> Option<String> {
         let expected = match self.expect {
             Expected::Allow => Outcome::Allowed,

@@ -43,12 +43,12 @@ const INTERVAL: Duration = Duration::from_secs(1);
 pub struct Arguments {
     #[command(flatten)]
     of: Selection,
-    /// Whose requests a row has
+    /// Grouping of the requests in rows
     #[arg(long, value_enum, default_value = "edge")]
     by: By,
 }
 
-/// What the screen reacts to.
+/// An event to which the screen reacts.
 enum Event {
     Key(KeyEvent),
     /// The terminal has another size.
@@ -144,7 +144,7 @@ async fn sample(mut sampler: Sampler, events: mpsc::Sender<Event>) {
     }
 }
 
-/// Reads keys until the command ends, on a thread: the terminal has no other way.
+/// Reads keys until the command ends, on a thread: reads of the terminal block.
 fn read_keys(events: &mpsc::Sender<Event>) {
     while let Ok(event) = event::read() {
         let event = match event {

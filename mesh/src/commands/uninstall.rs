@@ -1,5 +1,5 @@
 //! `mesh uninstall`: deletes the objects of `mesh install` that are of the mesh, once no pod has a
-//! proxy. What is deleted already is skipped, so an interrupted run can be repeated.
+//! proxy. Objects that are deleted already are skipped, so an interrupted run can be repeated.
 
 use std::{fmt::Debug, process::ExitCode, time::Duration};
 

@@ -74,7 +74,7 @@ async fn story(arguments: &Arguments) -> Result<Story> {
     }
 }
 
-/// What an exchange went out to.
+/// The destination of an exchange.
 #[derive(Debug, PartialEq, Eq)]
 enum To {
     /// The names of a Service or pod, and of the pods of a headless Service.
@@ -84,7 +84,7 @@ enum To {
 }
 
 impl To {
-    /// None: a name of the cluster.
+    /// The host in a text. `None`: it is a name of the cluster.
     fn host(text: &str) -> Option<Self> {
         if let Ok(address) = text.parse::<SocketAddr>() {
             return Some(Self::Host(address.ip().to_string(), Some(address.port())));

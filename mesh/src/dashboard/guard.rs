@@ -1,4 +1,5 @@
-//! Which requests the dashboard answers: those of its own page, with the token of its URL. Pure.
+//! The check of the requests to the dashboard: they come from its own page, with the token of its
+//! URL. Pure.
 //!
 //! Other websites in the same browser reach loopback too, directly or by a name that they point to it
 //! (DNS rebinding), and so do other users of the machine.
@@ -11,7 +12,7 @@ use hyper::{HeaderMap, Method, StatusCode};
 pub struct Guard {
     /// The port.
     pub port: u16,
-    /// What the page sends: 128 random bits, in hexadecimal.
+    /// The token that the page sends: 128 random bits, in hexadecimal.
     pub token: String,
 }
 

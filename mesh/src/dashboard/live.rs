@@ -12,7 +12,7 @@ const MAX_PODS: usize = 4;
 
 /// A cluster.
 pub struct Live {
-    /// What its proxies saw.
+    /// The traffic that its proxies saw.
     pub sampler: Mutex<Sampler>,
     /// Its proxies.
     pub proxies: Proxies,

@@ -29,7 +29,7 @@ use source::Source;
 
 /// However many tabs look, the mesh is asked this often, and only while one looks.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// Of a request head, and of a connection between two requests.
+/// The timeout for a request head, and for a connection between two requests.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// Further ones wait.
 const MAX_CONNECTIONS: usize = 64;
@@ -65,7 +65,7 @@ pub struct Server<S> {
     latest: Mutex<Latest>,
 }
 
-/// What all tabs get.
+/// The data that all tabs get.
 #[derive(Default)]
 struct Latest {
     asked: Option<Instant>,
@@ -89,7 +89,7 @@ struct Traffic {
     services: BTreeMap<String, BTreeSet<String>>,
 }
 
-/// What the page asks for.
+/// A question of the page.
 #[derive(Debug, PartialEq, Eq)]
 enum Question {
     Traffic,

@@ -1,4 +1,5 @@
-//! What the dashboard shows: the traffic of the mesh, and what proxies know. Changes nothing.
+//! The data that the dashboard shows: the traffic of the mesh, and the records and states of
+//! proxies. Changes nothing.
 
 use diy_mesh_model::exchange::{Direction, Exchange, ExchangeId};
 use diy_mesh_model::state::State;
@@ -11,9 +12,9 @@ const MAX_EXCHANGES: usize = 50;
 
 /// Where the data comes from. An error is a text for people.
 pub trait Source {
-    /// What proxies saw lately.
+    /// The traffic that proxies saw lately.
     fn sample(&self) -> impl Future<Output = Result<Sample, String>>;
-    /// What the proxies of a workload, `NAMESPACE/NAME`, know.
+    /// The records and states of the proxies of a workload, `NAMESPACE/NAME`.
     fn workload(&self, name: &str) -> impl Future<Output = Result<Workload, String>>;
     /// Why an exchange did what it did.
     fn story(&self, id: ExchangeId) -> impl Future<Output = Result<Story, String>>;
@@ -21,12 +22,12 @@ pub trait Source {
     fn latest(&self, from: &str, to: &str) -> impl Future<Output = Result<Story, String>>;
 }
 
-/// What the proxies of a workload know.
+/// The records and states of the proxies of a workload.
 #[derive(Debug, Default, Serialize)]
 pub struct Workload {
     /// The latest first.
     pub exchanges: Vec<Line>,
-    /// Those that were asked.
+    /// The pods that were asked.
     pub pods: Vec<PodState>,
     /// The number of further pods.
     pub omitted: usize,
@@ -37,9 +38,9 @@ pub struct Workload {
 pub struct PodState {
     /// Namespace and name.
     pub pod: String,
-    /// What is in force.
+    /// The state in force.
     pub state: Option<State>,
-    /// What it did not tell, and why.
+    /// The reason why data is missing.
     pub error: Option<String>,
 }
 

@@ -33,7 +33,7 @@ const PRIVATE: [&[&str]; 2] = [
 pub struct Boundary {
     /// In the order of the AuthorizationPolicies.
     pub policies: Vec<Value>,
-    /// What they do not express.
+    /// The parts of the AuthorizationPolicies that they do not express.
     pub gaps: Vec<String>,
     /// The targets that have no NetworkPolicy.
     pub missing: Vec<String>,
@@ -177,7 +177,7 @@ mod tests {
     use super::*;
     use crate::egress::testing::policy;
 
-    /// The boundary of the namespace `shop`. Its NetworkPolicies are those of Kubernetes.
+    /// The boundary of the namespace `shop`. Its NetworkPolicies have the fields of Kubernetes.
     fn bounded(objects: &[Value]) -> Boundary {
         let boundary = boundary(objects, "shop", "service-mesh").unwrap();
         for policy in &boundary.policies {

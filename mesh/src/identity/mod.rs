@@ -1,4 +1,4 @@
-//! The certificate status of a mesh: merging that of all controller replicas (`status`), and
+//! The certificate status of a mesh: merging the status of all controller replicas (`status`), and
 //! requesting a root rotation (`request`).
 
 pub mod request;

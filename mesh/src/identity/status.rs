@@ -38,7 +38,7 @@ pub fn describe_phase(rotation: &Rotation) -> &'static str {
     }
 }
 
-/// What a rotation waits for: the listed items, and the number of the others.
+/// The items for which a rotation waits: the listed ones, and the number of the others.
 pub fn describe_waiting(rotation: &Rotation) -> Vec<String> {
     let listed = rotation.waiting.iter();
     let listed = listed.map(|item| format!("waiting for {item}"));
@@ -62,7 +62,8 @@ pub fn has_certificate(workload: &Workload) -> bool {
 pub struct Mesh {
     /// The trust domain.
     pub trust_domain: String,
-    /// The namespace of the workloads, if those of all are not wanted, or the account may not list them.
+    /// The namespace of the workloads, if the workloads of all namespaces are not wanted, or the
+    /// account may not list them.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub namespace: String,
     /// The location of the CA.

@@ -1,5 +1,5 @@
-//! The objects of an installation of the mesh: those of `manifests/`, with values at their places.
-//! Pure.
+//! The objects of an installation of the mesh: the objects of `manifests/`, with values at their
+//! places. Pure.
 //!
 //! The same places are templates in the Helm chart, so that `mesh install`, kustomize and the chart
 //! give the same objects. `docs/operations.md` describes the values.
@@ -90,7 +90,7 @@ pub fn objects(values: &Values) -> Vec<Value> {
     let (mut objects, values) = (manifests(), values.resolved());
     for place in places(&objects) {
         let field = objects[place.object].pointer_mut(&place.pointer);
-        let field = field.expect("places are those of the same objects");
+        let field = field.expect("places are from the same objects");
         let value = value_at(&values, place.value);
         *field = match value {
             Value::String(_) => value.clone(),

@@ -178,7 +178,7 @@ fn accepts(program: &'static str, variable: &str, text: &str) -> Result<(), Stri
             Some("--pod-name=injector".to_owned()),
         ),
     };
-    // The variables of this process are not those of the program.
+    // The variables of this process are not the variables of the program.
     let mut flag = None;
     let command = command.mut_args(|argument| {
         if argument.get_env().is_some_and(|name| name == variable) {
@@ -200,7 +200,7 @@ fn accepts(program: &'static str, variable: &str, text: &str) -> Result<(), Stri
     })
 }
 
-/// The tag of the images: in a release its version, else that of the images of `make images`.
+/// The tag of the images: in a release its version, else the tag of the images of `make images`.
 const TAG: &str = match option_env!("MESH_IMAGE_TAG") {
     Some(tag) => tag,
     None => "dev",
@@ -214,7 +214,7 @@ pub(super) fn defaults() -> Value {
     let mut defaults = json!({"redirect": "nftables", "image": image});
     for place in places(&objects) {
         let value = objects[place.object].pointer(&place.pointer);
-        let value = value.expect("places are those of the same objects");
+        let value = value.expect("places are from the same objects");
         // Numbers and booleans in variables.
         let parsed = value
             .as_str()

@@ -85,7 +85,7 @@ fn planned(groups: Vec<Group>, before: &[Value], change: &[Value], strict: bool)
     plan(&observed, [&mut before, &mut after], |_| strict, 10 * DAY)
 }
 
-/// What a DENY and an ALLOW rule with a condition would do with these calls.
+/// The outcomes of these calls by a DENY and an ALLOW rule with a condition.
 fn verdicts(condition: Value, edge: &Edge) -> [Option<Outcome>; 2] {
     ["DENY", "ALLOW"].map(|action| {
         let rules = json!([{"networkAttributes": {"ports": [8080]}, "requests": [condition]}]);

@@ -1,5 +1,5 @@
-//! The AuthorizationPolicies that the controller accepts: those of which a proxy knows all conditions,
-//! within the bounds.
+//! The AuthorizationPolicies that the controller accepts: a proxy knows all their conditions, and
+//! they are within the bounds.
 
 use super::claims::{ClaimCondition, check_claim};
 use super::fields::{FieldCondition, HostPattern};
@@ -182,7 +182,7 @@ fn check_authorizer(policy: &proto::AuthorizationPolicy, action: Action) -> Resu
     }
 }
 
-/// Checks an issuer of tokens. Whoever has them checks the keys.
+/// Checks an issuer of tokens. The caller checks the keys when it has them.
 pub fn check_issuer(issuer: &proto::TokenIssuer) -> Result<(), Violation> {
     check_length("issuers.issuer", &issuer.name)?;
     check_count("issuers.audiences", &issuer.audiences, MAX_OF_ISSUER)?;

@@ -29,7 +29,8 @@ pub fn method(sent: &[u8]) -> &'static str {
     known.unwrap_or(&OTHER_METHOD)
 }
 
-/// The path of a request up to the end of its first element. None if servers may read another one.
+/// The path of a request up to the end of its first element, or `None` if servers may read another
+/// element.
 pub fn segment(path: &[u8]) -> Option<&str> {
     if path == b"*" {
         return Some("*");
@@ -51,7 +52,7 @@ fn first_element(path: &[u8]) -> Option<&str> {
     str::from_utf8(&path[..=end.unwrap_or(rest.len())]).ok()
 }
 
-/// The path of a gRPC call. None if it does not consist of a service and a method.
+/// The path of a gRPC call, or `None` if it does not consist of a service and a method.
 pub fn grpc_path(path: &[u8]) -> Option<&str> {
     let path = str::from_utf8(path).ok()?;
     is_grpc_path(path).then_some(path)

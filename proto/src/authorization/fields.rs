@@ -273,7 +273,7 @@ impl Field {
 }
 
 impl Text {
-    /// Of a message, whose value is in this field.
+    /// Parses the value of a message. `field` names it in errors.
     pub(super) fn parse(
         field: &'static str,
         message: &proto::AuthorizedField,

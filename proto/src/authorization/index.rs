@@ -22,7 +22,7 @@ pub(super) struct Rules {
     allow: Index,
     deny: Index,
     external: Index,
-    /// Of each rule of `external`, the position of its policy in the message.
+    /// The position in the message of the policy of each rule of `external`.
     asking: Vec<usize>,
     /// The ports that ALLOW policies cover, in ascending order, with the first policy of each.
     covered: Vec<(u16, usize)>,
@@ -41,7 +41,7 @@ pub(super) struct Rules {
 struct Index {
     /// In the order of the policies.
     rules: Vec<Rule>,
-    /// Of each rule, a set of which each path that matches has an element.
+    /// A set of elements for each rule: every path that matches has one of them.
     elements: Vec<u64>,
     /// Port, client and rule, in ascending order.
     entries: Vec<(u16, u64, usize)>,
@@ -168,7 +168,8 @@ impl Rules {
         policies
     }
 
-    /// The first policy with issuers at the port, if none of them has issued the token.
+    /// The first policy with issuers at the port, unless an issuer of a policy at the port has issued
+    /// the token.
     fn refusing(&self, token: &Token, port: u16) -> Option<&Arc<str>> {
         let issuing = self.issuing.iter();
         let at_port = issuing.filter(|(at, _)| [ANY_PORT, port].contains(at));
@@ -321,7 +322,7 @@ pub fn fields(policy: &proto::AuthorizationPolicy) -> impl Iterator<Item = &str>
     claims.chain(answers.map(|name| &**name))
 }
 
-/// The ports of a list. None if one of them is not a port.
+/// The ports of a list, or `None` if one of them is not a port.
 fn ports(list: &[u32]) -> Option<Vec<u16>> {
     if list.is_empty() {
         return Some(vec![ANY_PORT]);

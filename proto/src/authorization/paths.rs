@@ -17,14 +17,14 @@ pub(super) enum PathPattern {
     Prefix(Box<[u8]>),
     Suffix(Box<[u8]>),
     Template {
-        /// None: any one that is not empty.
+        /// The elements of the template. `None` matches any element that is not empty.
         elements: Vec<Option<Box<[u8]>>>,
         /// Any further elements may follow.
         has_rest: bool,
     },
 }
 
-/// Patterns, of which a reading of the path matches one. Those that are not known are None.
+/// Patterns, of which a reading of the path matches one. An unknown pattern is `None`.
 #[derive(Debug)]
 pub(super) struct Paths {
     /// Each with an element that all matches have.
@@ -122,7 +122,7 @@ impl PathPattern {
         }
     }
 
-    /// The pattern of servers that decode it. None: it is the same.
+    /// The pattern of servers that decode it, or `None` if it is the same.
     fn decoded(&self) -> Option<PathPattern> {
         let decode = |text: &[u8]| readings::decoded_pattern(text).map(Box::from);
         match self {
@@ -229,7 +229,7 @@ fn parse_template(text: &str) -> Result<PathPattern, Violation> {
     }
     let is_empty = |element: &Option<Box<[u8]>>| element.as_deref() == Some(b"");
     if !text.starts_with('/') || elements.len() > MAX_ELEMENTS || elements.iter().any(is_empty) {
-        let expected = "a path of at most 32 elements, none of which is empty: {*} is any one, \
+        let expected = "a path of at most 32 elements that are not empty: {*} is any one, \
             {**} at the end any number of them";
         return Err(violation(field, text, expected));
     }

@@ -1,5 +1,6 @@
-//! What servers may read from the path of a request. Each server decodes and normalises it in its
-//! own way; the readings are the results of all combinations of the steps that servers take.
+//! The paths that servers may read from the path of a request. Each server decodes and normalises
+//! it in its own way. The readings are the results of all combinations of the steps that servers
+//! take.
 
 use std::borrow::Cow;
 
@@ -13,12 +14,12 @@ const MAX_READINGS_BYTES: usize = 64 * 1024;
 /// The elements of a template.
 pub(super) const MAX_ELEMENTS: usize = 32;
 
-/// What a step makes of a path. None: no change.
+/// A step, which returns the new path, or `None` without a change.
 type Step = fn(&[u8]) -> Option<Vec<u8>>;
 
-/// The steps in their order. A server takes at most one of each row. Each step is that of a reader
-/// that `proto/tests/readers` runs, or of the rules that Tomcat, nginx and PHP document. A server may take
-/// the path of a URL before or after it normalises the path.
+/// The steps in their order. A server takes at most one of each row. Each step belongs to a reader
+/// that `proto/tests/readers` runs, or to the rules that Tomcat, nginx and PHP document. A server
+/// may take the path of a URL before or after it normalises the path.
 const STEPS: [&[Step]; 15] = [
     &[replace_backslashes],
     AUTHORITY,
@@ -50,7 +51,7 @@ pub(super) const ANY_ELEMENT: u64 = u64::MAX;
 /// The readings of a path.
 #[derive(Debug)]
 pub(super) struct Readings<'a> {
-    /// The path itself, and the others, of which a plain path has none. None: servers may read
+    /// The path itself, and its other readings. A plain path has only itself. `None`: servers may read
     /// anything.
     known: Option<(Reading<'a>, Vec<Reading<'a>>)>,
     /// The first elements of all readings.
@@ -68,7 +69,8 @@ pub(super) struct Reading<'a> {
 }
 
 impl<'a> Readings<'a> {
-    /// Those of a path. With `is_plain_only`, those of a path that is not plain are not known.
+    /// The readings of a path. With `is_plain_only`, the readings of a path that is not plain are not
+    /// known.
     pub(super) fn of(path: &'a [u8], is_plain_only: bool) -> Self {
         let others = other_readings(path, is_plain_only);
         let others = others.map(|paths| paths.into_iter().map(Cow::from).map(Reading::new));
@@ -100,8 +102,8 @@ pub(super) fn element_set(position: usize, element: &[u8]) -> u64 {
     1 << (hash(bytes.chain([position as u8])) >> 58)
 }
 
-/// What servers may read from a path besides the path itself. None: anything. With `is_plain_only`,
-/// the readings of a path that is not plain are not known.
+/// The readings of a path besides the path itself, or `None` if servers may read anything. With
+/// `is_plain_only`, the readings of a path that is not plain are not known.
 pub fn other_readings(path: &[u8], is_plain_only: bool) -> Option<Vec<Vec<u8>>> {
     if !is_readable(path) {
         None
@@ -149,8 +151,8 @@ pub(super) fn is_readable(path: &[u8]) -> bool {
         && (!path.contains(&b'%') || is_encoded(path) && is_text(&decoded(path, false)))
 }
 
-/// The path of a pattern as servers compare it that decode both: an encoded slash stays. None: it is
-/// the same.
+/// The decoded path of a pattern, for servers that decode both patterns and paths. An encoded slash
+/// stays. `None` if the decoded path is the same.
 pub fn decoded_pattern(path: &[u8]) -> Option<Vec<u8>> {
     let decoded = decode_elements(path).filter(|_| is_encoded(path))?;
     (decoded != path).then_some(decoded)
@@ -179,7 +181,7 @@ pub(super) fn is_encoded(path: &[u8]) -> bool {
     parts.all(|part| part.len() >= 2 && part[..2].iter().all(u8::is_ascii_hexdigit))
 }
 
-/// The readings other than the path itself. None if they are too many.
+/// The readings other than the path itself, or `None` if there are too many.
 fn others(path: &[u8]) -> Option<Vec<Vec<u8>>> {
     let mut readings = vec![path.to_vec()];
     let mut bytes = path.len();

@@ -14,7 +14,7 @@ use crate::mesh::v1 as proto;
 
 /// The revision of rules.
 pub const REVISION: u32 = 1;
-/// That of rules in a policy with issuers, the latest one that this release knows.
+/// The revision of rules in a policy with issuers, the latest revision that this release knows.
 pub const ISSUERS_REVISION: u32 = 2;
 
 /// The conditions of a rule, in the order in which they are judged.
@@ -89,14 +89,14 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// The readings of the path. None: the connection carries no HTTP.
+    /// The readings of the path, or `None` if the connection carries no HTTP.
     fn readings(&self) -> Option<&Readings<'a>> {
         let request = self.call.request?;
         let readings = || Readings::of(request.path(), self.is_plain_only);
         Some(self.readings.get_or_init(readings))
     }
 
-    /// The header fields. None: the connection carries no HTTP.
+    /// The header fields, or `None` if the connection carries no HTTP.
     pub(super) fn fields(&self) -> Option<&Fields> {
         let request = self.call.request?;
         Some(self.fields.get_or_init(|| Fields::of(request)))
@@ -151,7 +151,7 @@ pub(super) struct Rule {
     requests: Vec<RequestCondition>,
 }
 
-/// Conditions on a request, all of which hold. What is not known is None.
+/// Conditions on a request, all of which hold. An unknown condition is `None`.
 #[derive(Debug)]
 struct RequestCondition {
     methods: Vec<Box<[u8]>>,

@@ -21,7 +21,7 @@ pub(super) enum Source {
     Host(HostPattern),
 }
 
-/// Addresses with a common prefix. Those of IPv4 are mapped to IPv6.
+/// Addresses with a common prefix. IPv4 addresses are mapped to IPv6.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Block {
     prefix: u128,

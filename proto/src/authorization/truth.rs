@@ -9,7 +9,7 @@ pub(super) enum Truth {
 }
 
 impl Truth {
-    /// The disjunction of conditions, of which those that are not known are None. Of none: false.
+    /// The disjunction of conditions. An unknown condition is `None`. Without conditions: false.
     pub(super) fn any_known<T>(conditions: &[Option<T>], truth: impl Fn(&T) -> Truth) -> Truth {
         let mut result = Truth::False;
         for condition in conditions {

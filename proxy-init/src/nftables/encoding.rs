@@ -1,4 +1,4 @@
-//! Messages and expressions of nf_tables. The kernel's numbers are those of
+//! Messages and expressions of nf_tables. The kernel's numbers are from
 //! `linux/netfilter/nf_tables.h`.
 
 use std::net::{IpAddr, SocketAddr};

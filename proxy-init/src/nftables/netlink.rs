@@ -1,6 +1,6 @@
-//! Netlink: a batch of messages to nf_tables, which the kernel carries out as one transaction, or one
-//! message about links, and the response. The format is that of `linux/netlink.h` and
-//! `linux/netfilter/nfnetlink.h`.
+//! Netlink: a batch of messages to nf_tables or one message about links, and the response. The
+//! kernel carries out a batch as one transaction. `linux/netlink.h` and
+//! `linux/netfilter/nfnetlink.h` define the format.
 
 use std::os::fd::AsRawFd;
 
@@ -50,7 +50,7 @@ pub fn request(
 /// A batch of messages.
 pub struct Batch {
     bytes: Attributes,
-    /// What each message is about. The position is its sequence number.
+    /// The subject of each message, at the position of its sequence number.
     items: Vec<String>,
     /// The offset of the latest message.
     latest: usize,

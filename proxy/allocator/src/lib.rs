@@ -1,6 +1,6 @@
-//! Returns unused memory of the heap to the kernel: after a burst, glibc keeps what lies between memory
-//! in use, and large buffers too once its threshold for them has grown. The only crate with unsafe
-//! code, because the allocator has no other interface.
+//! Returns unused memory of the heap to the kernel: after a burst, glibc keeps the free memory
+//! between blocks in use, and large buffers too once its threshold for them has grown. The only
+//! crate with unsafe code, because the allocator has only a C interface.
 
 /// Returns all free pages of the heap to the kernel. Briefly locks the heap of each thread.
 pub fn release_unused() {

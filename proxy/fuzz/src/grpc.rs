@@ -23,7 +23,7 @@ pub fn grpc(bytes: &[u8]) {
     answer(body);
 }
 
-/// The status is that of the body, however it arrives.
+/// The status depends on the body only, and not on the pieces in which it arrives.
 fn status(kind: &str, body: &[u8], piece: usize) -> &'static str {
     let request = Request::post("/shop.Cart/Add").header("content-type", kind);
     let head = request.body(()).expect("a request").into_parts().0;

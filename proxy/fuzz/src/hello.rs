@@ -1,4 +1,4 @@
-//! Whether bytes begin the mesh's TLS. What rustls reads in a ClientHello, the look must have seen
+//! Whether bytes begin the mesh's TLS. `inspect` must find in a ClientHello all that rustls reads
 //! in it.
 
 use diy_mesh_proxy::secure::tls::{Alpn, Hello, inspect};

@@ -148,8 +148,7 @@ fn is_over_a_limit(out: &[u8]) -> bool {
     out.len() > MAX_SECTION || fields > MOST_FIELDS
 }
 
-/// What was written is one head, with nothing in it that a more careless reader takes for a line's
-/// end.
+/// The output is one head, without bytes that a more careless reader takes for a line's end.
 fn one_head(out: &BytesMut) -> Bytes {
     assert_eq!(
         HeadSearch::default().find_end(out),
@@ -270,7 +269,7 @@ fn chunked(bytes: &[u8]) {
     }
 }
 
-/// What became of some bytes that hold a body.
+/// The result of reading bytes that hold a body.
 struct Taken {
     body: Vec<u8>,
     framed: Vec<u8>,

@@ -1,7 +1,7 @@
-//! What must hold of the proxy's readers of foreign bytes, whatever the bytes. Each function here
-//! is a target: libFuzzer calls it with bytes of its own invention (`targets/`, `make fuzz`),
-//! `tests/corpus.rs` with the seeds in `corpus/` and with what chance makes of them. A target
-//! panics where the proxy breaks its word, so each goes beyond "no panic". Never part of an image.
+//! Invariants of the proxy's readers of foreign bytes, whatever the bytes. Each function here is a
+//! target: libFuzzer calls it with bytes of its own invention (`targets/`, `make fuzz`),
+//! `tests/corpus.rs` with the seeds in `corpus/` and with random changes of them. A target panics
+//! where the proxy violates an invariant, so each goes beyond "no panic". Never part of an image.
 
 mod authorization;
 mod detect;

@@ -22,7 +22,7 @@ use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
 const CALLER: &str = "spiffe://cluster.local/ns/shop/sa/web";
-/// Fields that frame a message, or belong to one connection: HTTP/2 has none of them.
+/// Fields that frame a message, or belong to one connection: HTTP/2 lacks these fields.
 const NOT_COMPARED: [&str; 10] = [
     "connection",
     "content-length",
@@ -110,7 +110,7 @@ fn http1(
     RequestHead::parse(Bytes::from(raw)).ok()
 }
 
-/// None: `h2` rejects it, or it has another meaning in HTTP/2.
+/// The request in HTTP/2, or `None` if `h2` rejects it or if it has another meaning in HTTP/2.
 fn http2(form: Form, method: &[u8], host: &[u8], path: &[u8], fields: &Pairs) -> Option<Parts> {
     let has_spaces = host.trim_ascii().len() < host.len();
     let is_tunnel = method.eq_ignore_ascii_case(b"CONNECT");

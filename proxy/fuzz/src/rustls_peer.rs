@@ -18,8 +18,8 @@ const DATA: &[u8] = b"data";
 /// The length of the authentication tag.
 const TAG: usize = 16;
 
-/// The first byte says who is the client, and which cipher suite they use. Each other three bytes are a step: what happens, and the
-/// length of the data or the place of a changed byte.
+/// The first byte selects the client and the cipher suite. Each other three bytes are a step: what
+/// happens, and the length of the data or the place of a changed byte.
 pub fn rustls_peer(bytes: &[u8]) {
     let Some((&role, script)) = bytes.split_first() else {
         return;
@@ -89,7 +89,7 @@ fn sealed(session: &mut Session, data: &[u8]) -> Vec<u8> {
     records
 }
 
-/// What the session makes of complete records. None if it rejects them.
+/// The plaintext that the session reads from complete records, or `None` if it rejects them.
 fn opened(session: &mut Session, records: &mut [u8]) -> Option<Vec<u8>> {
     let mut plain = Vec::new();
     let length = session.open(records, &mut plain).ok()?;

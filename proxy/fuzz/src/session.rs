@@ -1,6 +1,6 @@
 //! A TLS session after its handshake: data, alerts, tickets and key updates from a peer that has
-//! the keys, in any order. The keys are of a real handshake, without a socket. What the session
-//! makes of the records is what a reading of RFC 8446 says of them.
+//! the keys, in any order. The keys are of a real handshake, without a socket. The results of the
+//! session must equal the results of a model after RFC 8446.
 
 use std::sync::{Arc, OnceLock};
 
@@ -78,7 +78,7 @@ pub fn session(bytes: &[u8]) {
     }
 }
 
-/// What a session must make of its peer's records.
+/// The expected state of a session after its peer's records.
 #[derive(Default)]
 struct Model {
     is_client: bool,

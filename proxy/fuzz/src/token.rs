@@ -1,5 +1,5 @@
-//! Bearer tokens. Who does not have the key of the issuer makes no other token than the one that it
-//! has signed.
+//! Bearer tokens. Without the key of the issuer, only the token that the issuer has signed is
+//! valid.
 
 use diy_mesh_jwt::{Expected, Keys, unverified_claims, unverified_key_id};
 use diy_mesh_proxy::http::credentials::{bearer, field_value};

@@ -21,7 +21,7 @@ pub fn values(bytes: &[u8]) {
     }
 }
 
-/// What the next hop gets is never more than what the caller has sent.
+/// The timeout for the next hop never exceeds the timeout that the caller has sent.
 fn grpc_timeout(bytes: &[u8]) {
     let Some(timeout) = parse_grpc_timeout(bytes) else {
         return;

@@ -1,6 +1,5 @@
-//! What libFuzzer goes by, without libFuzzer: every target holds for its seeds, and for some
-//! thousands of inputs that chance makes of them. Chance is seeded, so that what fails once fails
-//! again.
+//! The fuzz targets without libFuzzer: every target holds for its seeds, and for some thousands of
+//! random changes of them. The RNG is seeded, so that failures are reproducible.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 

@@ -64,8 +64,8 @@ async fn follow(worker: &Rc<Worker>, host: &Arc<ExternalHost>) -> watch::Receive
     receiver
 }
 
-/// The endpoints of a host: its IPv4 addresses if it has any, else those of IPv6. Without an answer,
-/// those of `before` stay.
+/// The endpoints of a host: its IPv4 addresses if it has any, else its IPv6 addresses. Without an
+/// answer, the addresses in `before` stay.
 pub(crate) async fn resolve(
     worker: &Rc<Worker>,
     host: &Arc<ExternalHost>,

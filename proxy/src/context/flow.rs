@@ -1,4 +1,4 @@
-//! What one connection carries along the path: its worker, its direction, its two ends and its
+//! The context of one connection along the path: its worker, its direction, its two ends and its
 //! caller.
 
 use std::cell::OnceCell;
@@ -54,7 +54,7 @@ pub struct Flow {
     pub peer: SocketAddr,
     /// The original destination.
     pub original: SocketAddr,
-    /// What discovery knows of it: the backend, unless routes name another one.
+    /// The backend that discovery resolves the destination to. Routes may name another backend.
     pub destination: Rc<Backend>,
     /// The client, as far as it has authenticated.
     pub caller: Caller,
@@ -62,11 +62,11 @@ pub struct Flow {
     pub slot: Rc<ConnectionSlot>,
     /// The value of `X-Called-By`, which all requests of the connection share.
     pub called_by: OnceCell<Option<HeaderValue>>,
-    /// What metrics keep for its requests.
+    /// The counters of its requests in the metrics.
     pub counted: Counted,
 }
 
-/// What allowed a request, or a connection, when it began.
+/// The decisions that allowed a request, or a connection, when it began.
 #[derive(Clone, Debug)]
 pub struct Allowed {
     /// The version of the policy.
@@ -77,7 +77,7 @@ pub struct Allowed {
     pub outside: Option<Outside>,
 }
 
-/// What the sender of a request tells the proxy about it.
+/// The statements of the sender of a request about it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Announced {
     /// How often it was sent before.
@@ -213,7 +213,7 @@ impl Flow {
         permit.map_err(|failure| self.conceal(failure))
     }
 
-    /// The fields in which the application gets claims, and none of a client.
+    /// The fields in which the application gets claims. Clients cannot set them.
     pub fn policy_fields(&self) -> Option<PolicyFields> {
         self.worker.policy().policy_fields(self.client()).cloned()
     }
@@ -228,7 +228,7 @@ impl Flow {
         policy.authorizers(self.client(), request, credentials)
     }
 
-    /// What allows a request, or a connection, from now on.
+    /// The decisions that allow a request, or a connection, from now on.
     pub fn allowed(&self) -> Allowed {
         Allowed {
             version: self.worker.policy_version(),
@@ -425,7 +425,8 @@ impl Flow {
         ]
     }
 
-    /// What the proxy of the caller, or the gRPC library of the application, tells of the request.
+    /// The statements about the request by the proxy of the caller, or by the gRPC library of the
+    /// application.
     pub fn announced(&self, request: &dyn Fields) -> Announced {
         let by_proxy =
             self.direction == Direction::Inbound && matches!(self.caller, Caller::Peer(_));
@@ -443,7 +444,7 @@ impl Flow {
         announced
     }
 
-    /// The identifier of an exchange that begins now. The pod's own address is that of the
+    /// The identifier of an exchange that begins now. The pod's own address is the address of the
     /// application's end of the connection.
     pub fn new_exchange(&self) -> ExchangeId {
         let own = match self.direction {

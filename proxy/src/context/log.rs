@@ -1,4 +1,4 @@
-//! Limits of the log lines that peers cause. What they do not let pass is counted by metrics.
+//! Limits of the log lines that peers cause. Metrics count the events beyond these limits.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -41,7 +41,7 @@ impl LogLimit {
     }
 }
 
-/// A limit of log lines about clients, of which none takes those of others: a namespace, or all
+/// A limit of log lines about clients. No client takes the lines of others: a namespace, or all
 /// clients without an identity, are one group.
 #[derive(Default)]
 pub struct HolderLimit(RefCell<Lines>);

@@ -1,5 +1,5 @@
-//! What a request carries along: its worker, the flow of its connection, its destination, and the record
-//! of its exchange.
+//! The context of a request along the path: its worker, the flow of its connection, its
+//! destination, and the record of its exchange.
 
 pub mod destination;
 pub mod external;

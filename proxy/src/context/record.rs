@@ -37,9 +37,9 @@ use span::RequestSpan;
 pub struct ExchangeRecord {
     /// The connection that it came on.
     pub flow: Rc<Flow>,
-    /// What is told of it so far.
+    /// The known results so far.
     ended: Ended,
-    /// The backend. None: the destination itself.
+    /// The backend, or `None` for the destination itself.
     backend: Option<Rc<Backend>>,
     /// A copy of the request, until it is complete.
     mirror: Option<Box<Mirror>>,
@@ -51,7 +51,7 @@ pub struct ExchangeRecord {
     dump: Option<ExchangeDump>,
     /// The edge of the request, if it is new, until the application answers.
     edge: Option<Box<NewEdge>>,
-    /// None: it is not sampled.
+    /// The span, or `None` if the request is not sampled.
     span: Option<Box<RequestSpan>>,
 }
 
@@ -82,8 +82,8 @@ impl ExchangeRecord {
         self.ended.id
     }
 
-    /// The plan of the request, which goes to `backend`. `id` is that of the caller's proxy. Returns
-    /// the `traceparent` of the proxy's span. None: the client's stays.
+    /// The plan of the request, which goes to `backend`. `id` is the identifier by the caller's
+    /// proxy. Returns the `traceparent` of the proxy's span. `None`: the client's field stays.
     pub fn plan(
         &mut self,
         plan: &Plan,
@@ -152,7 +152,7 @@ impl ExchangeRecord {
         self.ended.failure.is_none() && (self.is_broken || self.ended.status.is_none())
     }
 
-    /// Why it failed: by this proxy, by that of the callee, or by its response.
+    /// Why it failed: by this proxy, by the callee's proxy, or by its response.
     fn error_type(&self) -> ErrorType {
         let code = self.code().or(self.ended.peer_error.map(Code::label));
         let status = self.ended.status;
@@ -384,7 +384,7 @@ impl Drop for ExchangeRecord {
 /// One connection that carries opaque bytes, or that was refused.
 pub struct ConnectionRecord {
     flow: Rc<Flow>,
-    /// What is told of it so far.
+    /// The known results so far.
     ended: Ended,
     /// It is open.
     open: Option<OpenConnection>,

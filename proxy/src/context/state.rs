@@ -1,5 +1,5 @@
-//! What is in force in the proxy, for the admin server (`/state`): discovery is asked, then each
-//! worker, whose backends are its own. Read-only and bounded, and without secrets.
+//! The state in force of the proxy, for the admin server (`/state`): discovery is asked, then each
+//! worker about its own backends. Read-only and bounded, and without secrets.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ pub struct States {
     pub discovery: Discovery,
     /// The questions of each worker.
     pub workers: Vec<mpsc::Sender<Question>>,
-    /// What has failed.
+    /// The recent failures.
     pub exceptions: Arc<Exceptions>,
     /// One state is made at a time.
     pub turn: Mutex<()>,
@@ -103,7 +103,7 @@ impl States {
     }
 }
 
-/// Those of the last minute, as many as are kept.
+/// The failed probes of the last minute, as many as are kept.
 fn failed_probes(exceptions: &Exceptions, now: Instant) -> Vec<String> {
     let mut failed = exceptions.report(now);
     failed.retain(|one| one.kind == Kind::Probe);

@@ -67,11 +67,11 @@ pub struct WorkerContext {
     pub limit: usize,
     /// The memory of the proxy.
     pub memory: Memory,
-    /// What has ended at the proxy.
+    /// The latest exchanges and opaque connections of the proxy.
     pub recent: Arc<Recent>,
     /// Cancelled when the proxy shuts down.
     pub drain: CancellationToken,
-    /// Of the admin server.
+    /// The questions of the admin server.
     pub questions: mpsc::Receiver<Question>,
 }
 
@@ -96,7 +96,7 @@ pub fn spawn<F: Future<Output = ()>>(
     Ok(drained)
 }
 
-/// What the connections of one worker thread share.
+/// The state that the connections of one worker thread share.
 pub struct Worker {
     /// The configuration of the proxy.
     pub config: Arc<Config>,
@@ -116,7 +116,7 @@ pub struct Worker {
     /// The number of its changes, each of which is notified.
     policy_version: Cell<u64>,
     policy_changed: Notify,
-    /// What the pod was called by on this day.
+    /// The edges of calls to the pod, and of its calls to outside of the cluster, on this day.
     pub edges: SeenEdges,
     /// The latest exchanges and opaque connections.
     pub recent: Arc<Recent>,
@@ -126,7 +126,7 @@ pub struct Worker {
     pub resolver: Resolver,
     /// The random numbers of the balancers.
     pub rng: RefCell<fastrand::Rng>,
-    /// Makes the choices for a connection repeatable, and those of other workers others.
+    /// Makes the choices for a connection repeatable, and different from the choices of other workers.
     choices: RandomState,
     /// Cancelled when the proxy shuts down: connections end after their current exchange.
     pub drain: CancellationToken,
@@ -257,8 +257,8 @@ impl Worker {
         }
     }
 
-    /// Admits an accepted connection, which counts as open until the value is dropped. None if its
-    /// holder has its share of the slots, and uses all of them.
+    /// Admits an accepted connection, which counts as open until the value is dropped. Returns `None`
+    /// if its holder has its share of the slots, and uses all of them.
     pub fn admit(self: &Rc<Self>, direction: Direction, peer: IpAddr) -> Option<Open> {
         let holder = match direction {
             Direction::Inbound => Holder::Pending(network(peer)),

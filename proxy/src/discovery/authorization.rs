@@ -1,5 +1,5 @@
-//! Conversion of the policies of the own pod from the controller's message. What this proxy cannot
-//! apply completely denies. Pure.
+//! Conversion of the policies of the own pod from the controller's message. A policy that this
+//! proxy cannot apply completely denies calls. Pure.
 
 use std::sync::Arc;
 

@@ -30,7 +30,7 @@ pub(super) struct OwnPod {
     /// The policy of the proxy's arguments.
     pub(super) arguments: Policy,
     pub(super) policy: watch::Sender<Option<Arc<Policy>>>,
-    /// What was logged of it.
+    /// The latest log line about the policy.
     logged: String,
     /// Whether a valid configuration has arrived.
     is_configured: bool,
@@ -40,9 +40,10 @@ pub(super) struct OwnPod {
     /// The policies in force, and the order of their states: they never go back.
     pub(super) policies: Policies,
     authorized: Order,
-    /// The policies that the controller of the stream sends. What it sends says nothing about others.
+    /// The kinds of policies that the controller of the stream sends. Its messages say nothing about
+    /// other kinds.
     sent: SentPolicies,
-    /// A configuration that is older than the policy: that of a replica that lags behind.
+    /// A configuration that is older than the policy, from a replica that lags behind.
     refused: Option<Received>,
 }
 

@@ -98,7 +98,7 @@ fn duration(milliseconds: Option<u64>, default: Duration) -> Duration {
     milliseconds.map_or(default, Duration::from_millis)
 }
 
-/// Of a message that was checked.
+/// Converts a message that was checked.
 impl From<proto::Balancing> for Balancing {
     fn from(message: proto::Balancing) -> Self {
         let default = Self::default();

@@ -79,7 +79,7 @@ impl Order {
         kinds.collect::<Vec<_>>().join(", ")
     }
 
-    /// The known position, for a subscription. None if any state applies: no replica is to catch up.
+    /// The known position, for a subscription. `None` if any state applies: no replica has to catch up.
     pub fn known(&self, now: Instant) -> Option<proto::Position> {
         let component = |(kind, versions): (&String, &Versions)| proto::position::Component {
             kind: kind.clone(),
@@ -212,7 +212,7 @@ mod tests {
         ] {
             assert!(!other.is_older_than(&known), "{other:?}");
         }
-        // Of controllers of an earlier release.
+        // Positions of controllers of an earlier release.
         let [first, second] = ["a", "a, restored"].map(|epoch| at(epoch, &[("Pod", 0, 1, 0)]));
         assert!(!first.is_older_than(&second) && !second.is_older_than(&first));
         assert!(!first.is_comparable(&second));

@@ -283,7 +283,7 @@ mod tests {
         let sent = Some(vec!["a".to_owned()]);
         assert_eq!(sent_at(&mut reported, 1, &["a"]), sent);
         assert_eq!(sent_at(&mut reported, 10, &["a"]), None);
-        // Another stream is no other limit.
+        // Another stream has the same limit.
         reported.stream_opened(ALL);
         assert_eq!(sent_at(&mut reported, 10, &["a"]), None);
         assert_eq!(sent_at(&mut reported, 11, &["a"]), sent);

@@ -922,7 +922,7 @@ fn cors_answers_preflight_requests_and_adds_fields_to_responses() {
     });
 }
 
-/// What the proxy says to routes that it cannot apply.
+/// The error of the proxy about routes that it cannot apply.
 fn rejection(routes: proto::Routes) -> String {
     super::routes::parse(routes).err().unwrap_or_default()
 }

@@ -121,7 +121,7 @@ fn parse_fault(fault: proto::Fault, budget: &mut usize) -> Result<Fault, String>
     })
 }
 
-/// A share that was checked before. None: there is none.
+/// A share that was checked before, or `None` without a share.
 fn parse_share(share: Option<proto::Share>) -> Option<Share> {
     let proto::Share {
         numerator,

@@ -1,5 +1,5 @@
-//! What discovery knows, for the admin server: the stream, the inbound configuration, and the version
-//! of each resource.
+//! The known state of discovery, for the admin server: the stream, the inbound configuration, and
+//! the version of each resource.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ use super::{Driver, Resource};
 /// The bytes of each list of names, in JSON.
 const MAX_NAMES: usize = 64 << 10;
 
-/// What discovery knows.
+/// The known state of discovery.
 #[derive(Debug, Default)]
 pub struct Known {
     /// The stream.

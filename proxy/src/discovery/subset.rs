@@ -13,7 +13,7 @@ use super::target::canonical;
 /// The endpoints whose hash is at most a maximum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Subset {
-    /// Of the hashes.
+    /// The seed of the hashes.
     seed: u64,
     max_hash: u64,
 }

@@ -318,7 +318,7 @@ impl Table {
 pub(super) struct Applied {
     /// The state on the stream is older than the known one, which stays.
     pub is_older: bool,
-    /// Of the routes and the policy.
+    /// The acknowledgement of the routes and the policy.
     pub acknowledgement: Option<Acknowledgement>,
     /// A Service that has got a smaller table of endpoints for its hashes than usual.
     pub small_table: Option<Resource>,

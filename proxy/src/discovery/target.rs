@@ -19,10 +19,10 @@ use crate::upstream::balance::policy::{Algorithm, BackendPolicy};
 /// to them, and workers to their expressions.
 pub(super) const BYTES_OF_ENDPOINT: usize = 400;
 
-/// What discovery knows of a destination, or of a backend of routes: where its connections may go.
+/// The resolution of a destination, or of a backend of routes: where its connections may go.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Target {
-    /// What it is.
+    /// The kind of the destination.
     pub kind: TargetKind,
     /// Where it is, if its kind is unknown.
     pub place: Place,
@@ -30,7 +30,7 @@ pub struct Target {
     pub namespace: String,
     /// The name of the Service or the pod.
     pub name: String,
-    /// The protocol of the port that the Service declares. None: it is detected.
+    /// The protocol of the port that the Service declares, or `None` if it is detected.
     pub app_protocol: Option<Protocol>,
     /// The pod, or the ready endpoints of the Service, sorted by address, without duplicates.
     pub endpoints: Endpoints,
@@ -38,18 +38,18 @@ pub struct Target {
     pub draining: Endpoints,
     /// The endpoint that requests keep, if the Service has session affinity.
     pub affinity: Option<Arc<Affinity>>,
-    /// The routes of HTTP requests, if there are any: those of a headless Service for a pod, which
+    /// The routes of HTTP requests, if there are any. A pod has the routes of its headless Service, and
     /// stays the backend.
     pub routes: Option<Arc<Routes>>,
     /// How the endpoints are used.
     pub policy: Arc<BackendPolicy>,
-    /// Of the usable endpoints, for consistent hashes. Workers share it.
+    /// The table of the usable endpoints, for consistent hashes. Workers share it.
     pub table: Arc<Table>,
     /// The endpoints of the Service that the proxy keeps.
     pub subset: Subset,
 }
 
-/// What a target is.
+/// The kind of a target.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum TargetKind {
     /// Neither a Service nor a pod, or no response yet: connections go to the original destination.
@@ -100,7 +100,7 @@ pub enum Place {
     /// There is no response yet.
     #[default]
     Unanswered,
-    /// It is that of a node.
+    /// The address of a node.
     Node,
     /// Outside of the cluster.
     Outside,
@@ -180,7 +180,7 @@ impl Target {
         });
     }
 
-    /// Adds the policy of a snapshot. If it is invalid, that of `before` stays in force.
+    /// Adds the policy of a snapshot. If it is invalid, the policy of `before` stays in force.
     pub(super) fn set_policy(
         &mut self,
         policy: Option<Result<BackendPolicy, String>>,
@@ -195,8 +195,8 @@ impl Target {
 
     /// Computes the table of the usable endpoints, if the policy needs it. Discovery does so before
     /// workers get the target: no request waits for it. The table is small if the usual one takes more
-    /// than half of what the rest leaves of `max`, unless that of `before` takes as much: keys would
-    /// move with each change of other Services.
+    /// than half of `max` without the rest of the target. The size of a usual table in `before` is
+    /// allowed too: else keys would move with each change of other Services.
     pub fn with_table(mut self, before: &Self, max: usize) -> Self {
         let rest = self.endpoint_count() + self.weight_of_routes();
         let half = max.saturating_sub(rest) / 2;
@@ -270,7 +270,7 @@ pub(super) fn weight_of(routes: &Routes) -> usize {
     routes.size() / BYTES_OF_ENDPOINT
 }
 
-/// Parses `appProtocol` of a Service port: names of Kubernetes, IANA and other meshes. None if it
+/// Parses `appProtocol` of a Service port: names of Kubernetes, IANA and other meshes. `None` if it
 /// declares nothing, or HTTP of any version.
 fn parse_app_protocol(text: &str) -> Option<Protocol> {
     let text = text.trim().to_ascii_lowercase();

@@ -248,7 +248,7 @@ async fn watch_of_unknown_port_does_not_wait_for_an_endpoint() {
 
 #[tokio::test]
 async fn keeps_targets_without_controller_and_resumes_from_their_versions() {
-    // An address of this test alone: no other test gets the port meanwhile.
+    // An address of this test alone: other tests cannot get the port meanwhile.
     let mut controller = FakeController::start_at(([127, 0, 1, 1], 0).into()).await;
     let proxy = Running::start(controller.address, timing());
     let mut stream = controller.stream().await;
@@ -285,7 +285,7 @@ async fn keeps_targets_without_controller_and_resumes_from_their_versions() {
 
 #[tokio::test]
 async fn does_not_wait_for_an_unavailable_controller() {
-    // An address of this test alone: no other test gets the port meanwhile.
+    // An address of this test alone: other tests cannot get the port meanwhile.
     let controller = FakeController::start_at(([127, 0, 1, 2], 0).into()).await;
     let address = controller.stop().await;
     let proxy = Running::start(address, timing());

@@ -68,7 +68,7 @@ impl TrafficReports {
         }
     }
 
-    /// The encoded report that is due now. None if there was no traffic, which the controller knows.
+    /// The encoded report that is due now. `None` if there was no traffic, and the controller knows it.
     pub(super) fn take(&mut self, now: Instant) -> Option<Vec<u8>> {
         let is_watched = now < self.watched_until;
         let interval = if is_watched {

@@ -1,6 +1,6 @@
-//! What the pod may call outside of the cluster. A destination is allowed by its address, or by a name
-//! of which the proxy itself has resolved the address: what an application says about an address
-//! counts for nothing. Pure, but for the resolver.
+//! The destinations outside of the cluster that the pod may call. A destination is allowed by its
+//! address, or by a name that the proxy itself has resolved to the address. Statements of the
+//! application about an address have no effect. Pure, but for the resolver.
 
 pub mod resolver;
 mod special;
@@ -87,10 +87,11 @@ fn call(address: SocketAddr, host: Option<&str>) -> Call<'_> {
     }
 }
 
-/// The name in an authority, in lower case, without the port and a trailing dot. None for an address.
+/// The name in an authority, in lower case, without the port and a trailing dot. `None` for an
+/// address.
 pub fn name_of(authority: &[u8]) -> Option<String> {
     let name = std::str::from_utf8(host_name(authority)?).ok()?;
-    // A last label of digits is that of an address (RFC 1123, section 2.1).
+    // A last label of digits belongs to an address (RFC 1123, section 2.1).
     let is_address = |name: &str| {
         let last = name.rsplit('.').next().unwrap_or_default();
         last.bytes().all(|byte| byte.is_ascii_digit()) || last.starts_with("0x")
@@ -112,7 +113,8 @@ pub fn is_local(address: IpAddr) -> bool {
         || embedded.any(|address| special::is_special(address) || is_private(address))
 }
 
-/// Whether the address is of a private network (RFC 1918, RFC 4193, RFC 6598), as those of clusters.
+/// Whether the address is of a private network (RFC 1918, RFC 4193, RFC 6598), as addresses of
+/// clusters are.
 pub fn is_private(address: IpAddr) -> bool {
     match address.to_canonical() {
         IpAddr::V4(address) => {

@@ -80,7 +80,7 @@ impl Resolver {
         self.entries.borrow().contains_key(&(name.into(), false))
     }
 
-    /// The addresses of a name, of one family. None of a name that does not exist.
+    /// The addresses of a name, of one family. Empty for a name that does not exist.
     pub async fn resolve(&self, name: &str, ipv6: bool) -> Result<Vec<IpAddr>, String> {
         let entry = self.entry(name, ipv6);
         let answer = entry.get_or_try_init(|| self.query(name, ipv6)).await?;

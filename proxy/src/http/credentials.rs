@@ -1,5 +1,5 @@
-//! What a request brings along to authorize it besides the identity of its client: a bearer token
-//! (RFC 6750). And what the application gets in its place: fields that no client can set.
+//! The credentials of a request besides the identity of its client: a bearer token (RFC 6750). And
+//! the fields that the application gets in its place, which no client can set.
 
 use std::sync::Arc;
 
@@ -14,12 +14,12 @@ use crate::error::TokenRefusal;
 /// The scheme of bearer tokens (RFC 6750).
 const SCHEME: &str = "bearer";
 
-/// What a request brings along.
+/// The credentials of a request.
 #[derive(Debug, Default)]
 pub struct Credentials {
     /// The token as it was sent, until it is verified, or why there is not one token.
     pub sent: Option<Result<String, &'static str>>,
-    /// Its token. None: it has none, or it is not verified yet.
+    /// Its token, or `None` without a token and before it is verified.
     pub token: Option<Token>,
     /// Why the token is not valid.
     pub refused: TokenRefusal,
@@ -27,10 +27,10 @@ pub struct Credentials {
     pub fields: Vec<PolicyField>,
 }
 
-/// The names of fields that the application gets from policies, and none of a client.
+/// The names of fields that the application gets from policies, never from clients.
 pub type PolicyFields = Arc<[Arc<str>]>;
 
-/// A field with the value of a claim, or of an authorization server. None: it is removed.
+/// A field with the value of a claim, or of an authorization server. `None` removes the field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PolicyField(pub Arc<str>, pub Option<HeaderValue>);
 
@@ -44,7 +44,7 @@ impl Credentials {
         }
     }
 
-    /// Sets the values of a field, in place of those that it has. None: it is removed.
+    /// Replaces the values of a field. Without values, the field is removed.
     pub fn set(&mut self, name: &Arc<str>, values: Vec<HeaderValue>) {
         let is_field = |field: &PolicyField| is_same_name(field.0.as_bytes(), name.as_bytes());
         let at = self.fields.iter().position(is_field).unwrap_or_default();

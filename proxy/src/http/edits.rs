@@ -37,14 +37,14 @@ pub fn response_edits(from_proxy: bool) -> &'static [MeshField<'static>] {
     if from_proxy { &[] } else { &RESPONSE_EDITS }
 }
 
-/// The changes of one head. What is set or added stands last.
+/// The changes of one head. Fields that are set or added stand last.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Edits<'a> {
     /// The fields of the mesh.
     pub own: &'a [MeshField<'a>],
     /// The fields of policies, which only the mesh may set, too.
     pub policy: &'a [PolicyField],
-    /// The span that the request comes from, in place of that of the client.
+    /// The span that the request comes from, in place of the client's span.
     pub trace: Option<&'a HeaderValue>,
     /// The changes of a route, in order.
     pub route: [&'a [FieldEdit]; 3],
@@ -100,7 +100,7 @@ impl<'a> Edits<'a> {
         self.route.into_iter().flatten()
     }
 
-    /// The new value of a field that stands in the head. None if it is left out.
+    /// The new value of a field that stands in the head, or `None` if it is left out.
     pub fn value<'f>(&self, name: &[u8], value: &'f [u8]) -> Option<&'f [u8]>
     where
         'a: 'f,

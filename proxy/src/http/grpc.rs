@@ -10,7 +10,7 @@ use crate::http::answer::Answer;
 /// The flag and the length before a message.
 pub const PREFIX_BYTES: usize = 5;
 
-/// A call with this message to the backend "NAMESPACE/SERVICE:PORT". None: it has no valid name.
+/// A call with this message to the backend "NAMESPACE/SERVICE:PORT". `None` without a valid name.
 pub fn request(backend: &str, path: &str, message: &impl Message) -> Option<Request<Bytes>> {
     let mut request = Request::post(uri(backend, path))
         .body(framed(message))

@@ -15,7 +15,7 @@ const TRAILERS: u8 = 0x80;
 /// The bytes of a line of trailers that are read.
 const MAX_LINE: usize = 32;
 
-/// What is known of the gRPC call that a request makes, if it is one.
+/// The known state of the gRPC call that a request makes, if it is one.
 #[derive(Debug, Default)]
 pub struct GrpcCall {
     is_call: bool,

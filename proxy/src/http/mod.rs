@@ -1,6 +1,7 @@
-//! What both versions of HTTP share: the view of a request, changes of heads, the part of a body that
-//! is kept for another attempt, what a response says about its endpoint, the status of a gRPC call, the rest of a response that
-//! nobody gets, and the replies that the proxy makes itself.
+//! Code that both versions of HTTP share. It has the view of a request, changes of heads, and the
+//! part of a body that is kept for another attempt. It also has the verdict of a response on its
+//! endpoint, the status of a gRPC call, the discarded rest of a response, and the replies of the
+//! proxy itself.
 
 pub mod answer;
 pub mod authority;

@@ -9,7 +9,7 @@ pub const MAX_REPLAY: usize = 16 * 1024;
 
 /// The bytes of a body that were read so far, if they are within the bound.
 pub struct Replay {
-    /// The bytes that may still be kept. None: not everything is kept, or no attempt follows.
+    /// The bytes that may still be kept. `None`: not everything is kept, or no attempt follows.
     left: Option<usize>,
     /// The first bytes are shared with the writer, further ones are copied.
     first: Bytes,
@@ -51,7 +51,7 @@ impl Replay {
         }
     }
 
-    /// Drops everything: no other attempt follows.
+    /// Drops everything: no further attempt follows.
     pub fn discard(&mut self) {
         *self = Self::off();
     }
@@ -61,7 +61,7 @@ impl Replay {
         self.first.len() + self.rest.capacity()
     }
 
-    /// Everything so far, for another attempt. None if it is not kept.
+    /// Everything so far, for another attempt, or `None` if it is not kept.
     pub fn bytes(&self) -> Option<Bytes> {
         self.left?;
         Some(if self.rest.is_empty() {

@@ -27,7 +27,7 @@ const MAX_GRPC_MESSAGE: usize = 1024;
 pub struct LocalReply {
     /// The HTTP status.
     pub status: StatusCode,
-    /// Fields besides those of the body. Without a Content-Type, the body is a text.
+    /// Fields besides the fields about the body. Without a Content-Type, the body is a text.
     pub headers: Vec<(HeaderName, HeaderValue)>,
     /// The body, most often a line of text. A gRPC call has it as its message.
     pub body: Bytes,

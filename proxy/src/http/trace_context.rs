@@ -1,5 +1,5 @@
-//! The trace of a request: W3C Trace Context, level 2, and the b3 fields of Zipkin, which are only read.
-//! What is invalid, repeated or too long is ignored. Pure.
+//! The trace of a request: W3C Trace Context, level 2, and the b3 fields of Zipkin, which are only
+//! read. Values that are invalid, repeated or too long are ignored. Pure.
 
 use http::HeaderValue;
 
@@ -19,7 +19,7 @@ pub struct SpanContext {
     pub trace: [u8; 16],
     /// The id of the span, not 0.
     pub span: [u8; 8],
-    /// Whether it is sampled. None: its sender leaves the decision to others.
+    /// Whether it is sampled. `None`: its sender leaves the decision to others.
     pub sampled: Option<bool>,
 }
 

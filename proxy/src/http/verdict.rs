@@ -1,5 +1,5 @@
-//! What the head of a response says about the endpoint that sent it, in either version of HTTP. The
-//! balancer and the retries depend on it. Pure: the caller passes the clock.
+//! The verdict of the head of a response on the endpoint that sent it, in either version of HTTP.
+//! The balancer and the retries depend on it. Pure: the caller passes the clock.
 
 use std::time::{Duration, SystemTime};
 
@@ -13,7 +13,7 @@ const INTERNAL: &[u8] = b"13";
 const UNAVAILABLE: &[u8] = b"14";
 const DATA_LOSS: &[u8] = b"15";
 
-/// What a response says about its endpoint.
+/// The verdict of a response on its endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It works: the response is a result of the request, whatever its status.
@@ -38,7 +38,7 @@ pub struct Overload {
 /// Which requests are safe to send to another endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retryable {
-    /// None: the endpoint asks for no retry.
+    /// No request: the endpoint asks for no retry.
     None,
     /// Idempotent ones: the application may have processed a part of the request.
     Idempotent,
@@ -73,7 +73,7 @@ impl Verdict {
             (_, _, Some(b"memory-exhausted")) => rejected(Retryable::Idempotent),
             // The authorization server is to blame, and not the endpoint.
             (_, _, Some(b"authorizer-failed" | b"externally-denied")) => Self::Success,
-            // Another limit of its proxy, such as that of the header.
+            // Another limit of its proxy, such as the limit of the header.
             (_, Some(RESOURCE_EXHAUSTED), Some(_)) => Self::Success,
             // The application asks for a retry (gRPC's proposal A6).
             (_, Some(RESOURCE_EXHAUSTED | UNAVAILABLE), _) if let Some(Some(after)) = pushback => {
@@ -90,13 +90,13 @@ impl Verdict {
             // These two say what the application does not implement.
             (501 | 505, ..) => Self::Success,
             (500..=599, ..) => Self::Failure,
-            // What gRPC servers send in place of 500.
+            // The statuses that gRPC servers send in place of 500.
             (_, Some(UNKNOWN | INTERNAL | DATA_LOSS), _) => Self::Failure,
             _ => Self::Success,
         }
     }
 
-    /// `retry_after`: None if the endpoint asks for no retry.
+    /// `retry_after` is `None` if the endpoint asks for no retry.
     fn overloaded(retry_after: Option<Duration>, retry: Retryable) -> Self {
         Self::Overloaded(Overload {
             retry: retry_after.map_or(Retryable::None, |_| retry),
@@ -118,8 +118,8 @@ fn retry_after(fields: &dyn Fields, now: fn() -> SystemTime) -> Option<Duration>
     }))
 }
 
-/// The time of `grpc-retry-pushback-ms`. None if the endpoint asks for no retry: a negative number,
-/// or no number.
+/// The time of `grpc-retry-pushback-ms`. `None` if the endpoint asks for no retry: a negative
+/// number, or no number.
 fn pushback(value: &[u8]) -> Option<Duration> {
     let text = std::str::from_utf8(value).ok()?;
     text.trim().parse().ok().map(Duration::from_millis)

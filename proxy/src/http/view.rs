@@ -26,7 +26,8 @@ pub trait Fields {
     }
 }
 
-/// A request's head in either version of HTTP. What only some requests need is found on demand.
+/// A request's head in either version of HTTP. Fields that only some requests need are found on
+/// demand.
 pub trait Head: Fields {
     /// The host that the request names, and the port if there is one: of the target, of
     /// `:authority`, or of Host.
@@ -179,7 +180,7 @@ pub fn is_grpc_type(kind: &[u8]) -> bool {
         .is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
-/// Without the fields of the mesh: the application does not get those of the client.
+/// Without the fields of the mesh: the application does not get these fields from the client.
 impl authorization::Request for RequestView<'_> {
     fn method(&self) -> &[u8] {
         self.method

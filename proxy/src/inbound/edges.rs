@@ -1,9 +1,9 @@
-//! What the pod is called by, and what it calls outside of the cluster: the kinds of calls of the
-//! day, without duplicates. Workers add those that they have not seen on that day, discovery sends
+//! Calls to the pod, and its calls to outside of the cluster: the kinds of calls (edges) of the
+//! day, without duplicates. Workers add edges that they have not seen on that day, discovery sends
 //! them to the controller.
 //!
-//! Callers choose most of an edge, the application chooses destinations. What has no room is cut, and
-//! never displaces others: destinations have a share of their own.
+//! Callers choose most of an edge, the application chooses destinations. A full table drops new
+//! edges and keeps known ones. Destinations have a share of their own.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
@@ -89,12 +89,13 @@ const MAX_SHARES: [Share; 2] = [
     },
 ];
 
-/// Which edges the controller knows: those of a day up to this number, and that others were cut.
+/// The edges that the controller knows: the day, their number from the first one, and whether
+/// others were cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sent(u64, usize, bool);
 
 impl Edges {
-    /// None so far. `cut` counts those without room.
+    /// No edges so far. `cut` counts edges without room.
     pub fn new(cut: Counter) -> Self {
         Self {
             cut,
@@ -141,7 +142,7 @@ impl Edges {
 }
 
 impl Today {
-    /// Whether the edge is among those of the day, with its path.
+    /// Adds an edge. Returns whether the edges of the day contain it, with its path.
     fn add(&mut self, mut edge: proto::Edge) -> bool {
         let is_complete = is_valid(&edge) && self.has_room_for_path(&edge);
         if !is_complete {
@@ -238,7 +239,7 @@ impl NewEdge {
     }
 }
 
-/// What determines an edge.
+/// The values that determine an edge.
 #[derive(Hash)]
 struct Key<'a> {
     caller: Option<&'a str>,
@@ -257,7 +258,7 @@ enum PathKey<'a> {
 }
 
 impl SeenEdges {
-    /// None so far.
+    /// No edges so far.
     pub fn new(all: Arc<Edges>) -> Self {
         Self {
             all,
@@ -354,8 +355,8 @@ impl SeenEdges {
 }
 
 impl Client<'_> {
-    /// The block of the address, which is all that is known of a client without an identity whose
-    /// connection carries no HTTP.
+    /// The block of the address, for a client without an identity on a connection that carries no HTTP.
+    /// Nothing else is known of this client.
     fn block(self, request: Option<&RequestView<'_>>) -> String {
         match self.caller.identity() {
             None if request.is_none() => edge::block(self.address),
@@ -418,7 +419,7 @@ mod tests {
         }
     }
 
-    /// What a controller that knows nothing is sent.
+    /// The message to a controller that knows no edges.
     fn all(edges: &Edges, day: u64) -> proto::Edges {
         edges.unsent(&mut None, day).expect("the first message")
     }

@@ -52,7 +52,7 @@ pub struct Authorizer {
 pub struct Subject<'a> {
     /// The request of the client.
     pub request: &'a RequestView<'a>,
-    /// What the server gets of its body.
+    /// The part of its body that the server gets.
     pub body: &'a Body,
     /// The changes that the proxy makes.
     pub edits: Edits<'a>,
@@ -68,7 +68,7 @@ pub struct Subject<'a> {
     pub time: SystemTime,
 }
 
-/// The start of a request's body. The default is that of a server that gets none.
+/// The start of a request's body. The default is for a server that gets no body.
 #[derive(Debug, Default)]
 pub struct Body {
     start: Bytes,
@@ -76,7 +76,7 @@ pub struct Body {
     is_partial: Option<&'static str>,
 }
 
-/// What is sent to an authorization server.
+/// The question to an authorization server.
 #[derive(Debug)]
 pub enum Question {
     /// In HTTP/1.1.
@@ -92,7 +92,7 @@ pub enum Question {
     Grpc(http::Request<Bytes>),
 }
 
-/// What an authorization server says about a request.
+/// The decision of an authorization server about a request.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Decision {
     /// The application gets it, with these values of fields.
@@ -104,16 +104,16 @@ pub enum Decision {
 /// Which authorization servers a policy asks.
 #[derive(Debug)]
 pub enum Asking {
-    /// None.
+    /// No server.
     Nobody,
     /// One, about each request that its rules may match.
     One(Arc<Authorizer>),
-    /// That of the rule of a route.
+    /// The server of the rule of a route.
     ByRoute(Box<RouteAuthorizers>),
 }
 
 impl Asking {
-    /// Those of a policy, whose routes are compiled.
+    /// The servers of a policy. Its routes are compiled.
     pub fn new(policy: &proto::AuthorizationPolicy, routes: Option<RouteAuthorizers>) -> Self {
         let one = |message| Self::One(Arc::new(Authorizer::new(&policy.name, message)));
         let routes = || routes.map_or(Self::Nobody, |routes| Self::ByRoute(Box::new(routes)));
@@ -161,7 +161,7 @@ impl Authorizer {
         }
     }
 
-    /// What an answer says. Fails if it says nothing. One of which a part is missing denies by its
+    /// The decision in an answer. Fails if it has no decision. An incomplete answer denies by its
     /// status, without a body.
     pub fn decision(&self, answer: &Answer) -> Result<Decision, String> {
         if self.is_grpc {

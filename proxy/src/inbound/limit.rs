@@ -210,10 +210,10 @@ impl Bucket {
 #[derive(Debug)]
 pub struct Buckets {
     epoch: Instant,
-    /// Of all callers together.
+    /// The bucket of all callers together.
     shared: Bucket,
     callers: Table<Identity>,
-    /// Of clients without identity.
+    /// The buckets of clients without an identity.
     addresses: Table<IpAddr>,
 }
 
@@ -221,7 +221,7 @@ pub struct Buckets {
 #[derive(Debug)]
 struct Table<K> {
     buckets: RwLock<HashMap<K, Bucket>>,
-    /// Of the callers above [`MAX_CALLERS`].
+    /// The bucket of the callers above [`MAX_CALLERS`].
     others: Bucket,
     /// Until then, all of [`MAX_CALLERS`] have tokens to gain.
     crowded_until: AtomicU64,
@@ -482,7 +482,8 @@ mod tests {
         assert_eq!(drain(&limits, Some(&caller(0)), start).0, 0);
         // Those above the bound share a bucket, which is empty by now.
         assert_eq!(drain(&limits, Some(&caller(MAX_CALLERS)), start).0, 0);
-        // The buckets of the others are full after half of the time, that of the first one is not.
+        // After half of the time, the buckets of the others are full, and the bucket of the first caller
+        // is not.
         let later = start + 6 * SECOND;
         assert!(
             limits

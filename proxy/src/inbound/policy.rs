@@ -116,11 +116,12 @@ pub struct Policy {
     pub zone: String,
     /// The limits of its requests.
     pub rate_limits: RateLimits,
-    /// Who may call the application. None: everyone.
+    /// The policies about calls to the application. `None` permits all callers.
     pub authorization: Option<Policies>,
-    /// What the application may call outside of the cluster. None: everything.
+    /// The policies about the application's calls to outside of the cluster. `None` permits all
+    /// destinations.
     pub egress: Option<Egress>,
-    /// What the proxy tells about its traffic. None: what the arguments say.
+    /// The telemetry of the proxy's traffic, or `None` if the arguments decide.
     pub telemetry: Option<Arc<Telemetry>>,
 }
 
@@ -128,18 +129,19 @@ pub struct Policy {
 #[derive(Clone, Debug)]
 pub struct Policies {
     authorization: Arc<Authorization>,
-    /// None: no policy reads tokens.
+    /// The issuers of tokens, or `None` if no policy reads tokens.
     issuers: Option<Arc<Issuers>>,
     /// The authorization servers of each policy.
     asking: Arc<[Asking]>,
     /// Rules and routes match plain paths only.
     plain_paths: bool,
-    /// The fields that the application gets from policies, and none of a client.
+    /// The fields that the application gets from policies, never from clients.
     fields: PolicyFields,
 }
 
 impl Policies {
-    /// Compiles the message of the controller. `routes`: those of each policy that has some.
+    /// Compiles the message of the controller. `routes` has, for each policy, its routes if it has
+    /// some.
     pub fn compile(
         message: &proto::Authorization,
         routes: impl IntoIterator<Item = Option<RouteAuthorizers>>,
@@ -179,7 +181,7 @@ impl PartialEq for Policies {
 impl Eq for Policies {}
 
 impl Policy {
-    /// The policy that a controller sends, which weakens none of the settings of the pod itself:
+    /// The policy that a controller sends. It does not weaken the settings of the pod itself, because
     /// controllers of earlier releases cannot read them.
     pub fn from_controller(self, own: &Self) -> Self {
         Self {
@@ -199,8 +201,8 @@ impl Policy {
         Ok(Permit::GRANTED)
     }
 
-    /// What the policies read from a request, and set in it. None: nothing. Its token is not verified
-    /// yet.
+    /// The parts of a request that the policies read and set. `None` if there are none. Its token is
+    /// not verified yet.
     pub fn credentials(
         &self,
         client: Client<'_>,
@@ -226,7 +228,7 @@ impl Policy {
         }
     }
 
-    /// The fields that the application gets from policies, and none of a client.
+    /// The fields that the application gets from policies, never from clients.
     pub fn policy_fields(&self, client: Client<'_>) -> Option<&PolicyFields> {
         let fields = &self.policies_for(client)?.fields;
         Some(fields).filter(|fields| !fields.is_empty())
@@ -345,8 +347,8 @@ impl Policy {
             .audit(&client.call(request, credentials))
     }
 
-    /// The policies that the client is subject to. The pod's own application is subject to those of
-    /// the pods that it calls.
+    /// The policies that the client is subject to. The pod's own application is subject to the policies
+    /// of the pods that it calls.
     fn policies_for(&self, client: Client<'_>) -> Option<&Policies> {
         let policies = self.authorization.as_ref();
         policies.filter(|_| *client.caller != Caller::App)

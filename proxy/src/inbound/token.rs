@@ -34,7 +34,7 @@ pub struct Issuers {
 #[derive(Debug)]
 struct Verifier {
     message: proto::TokenIssuer,
-    /// None: they cannot be read. No token is valid.
+    /// The keys, or `None` if they cannot be read: no token is valid then.
     keys: Option<Keys>,
     expected: Expected,
     policies: Vec<Accepting>,
@@ -61,7 +61,7 @@ struct Issued {
 }
 
 impl Issuers {
-    /// Those of a message. None: it has none.
+    /// The issuers in a message, or `None` without issuers.
     pub fn compile(message: &proto::Authorization) -> Option<Issuers> {
         let mut verifiers: Vec<Verifier> = vec![];
         for policy in &message.policies {

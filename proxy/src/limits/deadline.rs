@@ -20,7 +20,7 @@ const MAX_GRPC_TIMEOUT: u128 = 100_000_000;
 pub struct Deadline(Option<(Instant, Limit)>);
 
 impl Deadline {
-    /// After `timeout`, from now on. None: no deadline.
+    /// A deadline after `timeout`, from now on. `None`: no deadline.
     pub fn after(timeout: Option<Duration>, limit: Limit) -> Self {
         let at = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         Self(at.map(|at| (at, limit)))
@@ -31,7 +31,7 @@ impl Deadline {
         self.0.is_some()
     }
 
-    /// The earlier one of two. Of equal ones, `self`.
+    /// The earlier one of two deadlines, or `self` if they are equal.
     pub fn earlier(self, other: Self) -> Self {
         match (self.0, other.0) {
             (Some((one, _)), Some((two, _))) if two < one => other,
@@ -40,13 +40,13 @@ impl Deadline {
         }
     }
 
-    /// The time until the deadline. None without one.
+    /// The time until the deadline, or `None` without a deadline.
     pub fn remaining(self) -> Option<Duration> {
         self.0
             .map(|(at, _)| at.saturating_duration_since(Instant::now()))
     }
 
-    /// The new value of a valid `grpc-timeout`: the time that is left. None if that is almost the
+    /// The new value of a valid `grpc-timeout`: the time that is left. `None` if that is almost the
     /// same, or if there is no deadline.
     pub fn grpc_timeout(self, value: &[u8]) -> Option<String> {
         let (before, left) = (parse_grpc_timeout(value)?, self.remaining()?);
@@ -79,7 +79,7 @@ impl Deadline {
     }
 }
 
-/// Parses `grpc-timeout`: at most eight digits, and a unit. None if it is malformed.
+/// Parses `grpc-timeout`: at most eight digits, and a unit. `None` if it is malformed.
 pub fn parse_grpc_timeout(value: &[u8]) -> Option<Duration> {
     let (unit, digits) = value.split_last()?;
     if digits.is_empty() || digits.len() > 8 || !digits.iter().all(u8::is_ascii_digit) {

@@ -5,7 +5,7 @@
 //! rule of `runtime/src/admission.rs`. Under pressure, reads become small. Nothing here allocates or
 //! frees these bytes.
 //!
-//! Of one worker: nothing is shared between threads.
+//! Each worker has its own connections and bytes: threads share nothing.
 
 use std::cell::Cell;
 use std::net::IpAddr;
@@ -60,7 +60,7 @@ impl Memory {
         Self(Arc::new(limit.into()))
     }
 
-    /// The configured limit, or that of the container, or a fraction of the machine's memory.
+    /// The configured limit, or the limit of the container, or a fraction of the machine's memory.
     pub fn detect(configured: Option<usize>) -> Self {
         Self::new(configured.unwrap_or_else(|| detect(Path::new("/"))))
     }
@@ -112,8 +112,8 @@ impl Memory {
         self.limit() / 8 / (ENDPOINT_COST.0 + ENDPOINT_COST.1 * workers)
     }
 
-    /// What the connections of each of `workers` workers may hold. Together, they use an eighth of the
-    /// memory: tasks, the allocator and the kernel add more. The rest is for the program.
+    /// The bytes that the connections of each of `workers` workers may hold. Together, they use an
+    /// eighth of the memory: tasks, the allocator and the kernel add more. The rest is for the program.
     pub fn bytes(&self, workers: usize) -> usize {
         self.limit() / 8 / workers.max(1)
     }
@@ -125,7 +125,7 @@ fn detect(root: &Path) -> usize {
     limit.max(MIN_LIMIT)
 }
 
-/// The smallest memory limit of the control groups of this process, in version 1 and 2. None
+/// The smallest memory limit of the control groups of this process, in version 1 and 2, or `None`
 /// without a limit.
 fn container_limit(root: &Path) -> Option<usize> {
     let groups = std::fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
@@ -162,7 +162,7 @@ fn machine_memory(root: &Path) -> usize {
     })
 }
 
-/// The slot of a connection among those of its worker, and the bytes that it holds.
+/// The slot of a connection at its worker, and the bytes that it holds.
 pub type ConnectionSlot = admission::Slot<Holder>;
 
 /// Who uses slots and bytes. Addresses are [`admission::network`]s.
@@ -253,7 +253,7 @@ impl Charge {
         if is_held { Ok(()) } else { Err(EXHAUSTED) }
     }
 
-    /// What is charged.
+    /// The charged bytes.
     pub fn amount(&self) -> usize {
         self.amount
     }

@@ -45,8 +45,8 @@ pub struct Timeouts {
     /// silent too
     #[arg(long = "silent-client-timeout", value_name = "SECONDS", default_value = "3600", value_parser = seconds())]
     pub silent_client: Duration,
-    /// `TCP_USER_TIMEOUT` of all sockets: time after which the kernel closes a connection whose
-    /// peer does not acknowledge data. 0: the default of the kernel
+    /// Time after which the kernel closes a connection if the peer does not acknowledge data
+    /// (`TCP_USER_TIMEOUT` of all sockets). 0: the default of the kernel
     #[arg(long = "tcp-user-timeout", value_name = "SECONDS", default_value = "120", value_parser = tcp_user_timeout())]
     pub tcp_user: Duration,
 }
@@ -102,7 +102,7 @@ impl TimeoutKind {
 /// when it fires, at most once per timeout.
 pub struct IdleTimer {
     timeout: Duration,
-    /// The start of the idle period. None: it starts with the next poll.
+    /// The start of the idle period, or `None` if it starts with the next poll.
     since: Option<Instant>,
     /// In a box: most connections are busy and short.
     timer: Option<Pin<Box<Sleep>>>,

@@ -45,7 +45,7 @@ pub struct Ended {
     pub ended: Instant,
     /// As seen from the application.
     pub direction: Direction,
-    /// What the proxy forwarded.
+    /// The protocol that the proxy forwarded.
     pub protocol: Protocol,
     /// The client.
     pub peer: SocketAddr,
@@ -55,7 +55,7 @@ pub struct Ended {
     pub service: Arc<str>,
     /// The caller, if mutual TLS has verified it.
     pub caller: Option<Arc<Identity>>,
-    /// Of the connection to the other side.
+    /// The TLS of the connection to the other side.
     pub tls: TlsKind,
     /// The rule, and the name of the backend that it chose.
     pub rule: Option<(Arc<Rule>, Option<Arc<str>>)>,
@@ -107,7 +107,7 @@ pub struct Attempt {
     pub began: Instant,
 }
 
-/// What failed.
+/// The failure: its code and its message.
 #[derive(Clone)]
 pub struct Cause {
     /// The code.
@@ -139,7 +139,8 @@ fn mesh_error(code: Code) -> (String, String) {
     (MESH_ERROR.to_owned(), code.label().to_owned())
 }
 
-/// Method and target of a request. Of its query only the start, which says that there is one.
+/// Method and target of a request. Only the first character of its query is kept: it shows that
+/// there is a query.
 pub fn request_line(request: &RequestView<'_>) -> Box<[u8]> {
     let is_end = |byte: &u8| matches!(byte, b'?' | b'#');
     let target = request.target;

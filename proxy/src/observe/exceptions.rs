@@ -1,11 +1,11 @@
-//! What failed at this proxy in the last minute: requests by destination and code, ejected endpoints,
-//! open circuits, and probes. Workers and probes report here. Discovery sends the exceptions to the
-//! controller, and metrics show them. Requests that succeed take no lock: workers report their
-//! number every few seconds.
+//! The failures at this proxy in the last minute: requests by destination and code, ejected
+//! endpoints, open circuits, and probes. Workers and probes report here. Discovery sends the
+//! exceptions to the controller, and metrics show them. Requests that succeed take no lock: workers
+//! report their number every few seconds.
 //!
 //! Each kind has a limited number of entries, and keeps those that it has: further ones are counted
-//! together. So callers of the pod do not displace what its application meets, and unknown addresses
-//! displace no Services. Pure: the caller passes the time.
+//! together. So callers of the pod do not displace the failures of its application, and unknown
+//! addresses displace no Services. Pure: the caller passes the time.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ const OTHER: &str = "other";
 const PARTS: usize = 6;
 const PART: Duration = Duration::from_secs(10);
 
-/// What failed.
+/// The kind of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Requests and connections to a Service, or to a pod that discovery knows.
@@ -62,10 +62,10 @@ impl Kind {
     }
 }
 
-/// One failure, or one look at what is ejected or open.
+/// One failure, or one observation of an ejected endpoint or an open circuit.
 #[derive(Clone, Copy, Debug)]
 pub struct Event<'a> {
-    /// What failed.
+    /// The kind of the failure.
     pub kind: Kind,
     /// Its name. Empty: the pod.
     pub destination: &'a str,
@@ -78,7 +78,7 @@ pub struct Event<'a> {
 /// The failures of one kind and reason in the last minute.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exception {
-    /// What failed.
+    /// The kind of the failures.
     pub kind: Kind,
     /// Its name. Empty: the pod.
     pub destination: String,

@@ -74,7 +74,7 @@ pub struct Metrics {
     pub dumps_dropped: Counter,
     /// Lines of the access log dropped because the writer's queue was full.
     pub access_logs_dropped: Counter,
-    /// Requests with a trace, by [`Direction`], and those of the application without one.
+    /// Requests with a trace, by [`Direction`], and requests of the application without a trace.
     traced: [Counter; 2],
     untraced: Counter,
     /// Spans of requests.
@@ -83,9 +83,9 @@ pub struct Metrics {
     pub discovery: DiscoveryMetrics,
     /// Metrics of the workload certificate.
     pub identity: IdentityMetrics,
-    /// What the pod is called by.
+    /// The edges of the pod.
     pub edges: Arc<Edges>,
-    /// What failed in the last minute.
+    /// The failures in the last minute.
     pub exceptions: Arc<Exceptions>,
 }
 

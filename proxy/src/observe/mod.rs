@@ -1,5 +1,5 @@
-//! What people and the controller see of the traffic: metrics, dumps, exceptions. And the probes of the
-//! kubelet.
+//! The observation of the traffic, for people and the controller: metrics, dumps, exceptions. And
+//! the probes of the kubelet.
 
 pub mod dump;
 pub mod ended;

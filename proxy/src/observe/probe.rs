@@ -29,7 +29,7 @@ pub use perform::ProbeError;
 const MAX_NAME_CHARS: usize = 100;
 
 /// A probe, or a lifecycle hook if it has no timeout. Only the caller limits the duration of a
-/// hook. The fields are those of a Kubernetes probe, with the number of a named port.
+/// hook. It has the fields of a Kubernetes probe, with the number of a named port.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct KubeletProbe {
@@ -155,7 +155,7 @@ struct Prober {
     index: usize,
     probe: KubeletProbe,
     pod: Pod,
-    /// What it does, in exceptions.
+    /// The description of the probe, in exceptions.
     name: String,
     exceptions: Arc<Exceptions>,
     state: Mutex<State>,

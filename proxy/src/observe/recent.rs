@@ -53,7 +53,7 @@ impl Entries {
 /// Which entries are asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Query {
-    /// Those of one exchange.
+    /// The entries of one exchange.
     Id(ExchangeId),
     /// Those that ended after so many others.
     After(u64),
@@ -73,7 +73,8 @@ impl Query {
 }
 
 impl Default for Recent {
-    /// No entries. Numbers begin anywhere, so that those of an earlier proxy of the pod are others.
+    /// No entries. Numbers begin anywhere, so that they differ from the numbers of an earlier proxy of
+    /// the pod.
     fn default() -> Self {
         Self {
             next: AtomicU64::new(fastrand::u64(..)),

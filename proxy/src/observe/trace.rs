@@ -1,5 +1,5 @@
 //! Spans of requests, from their start to the queue of a worker, whose exporter sends them
-//! (`serve/trace.rs`). Names and attributes are those of OpenTelemetry's semantic conventions 1.45.0.
+//! (`serve/trace.rs`). Names and attributes follow OpenTelemetry's semantic conventions 1.45.0.
 
 use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
@@ -24,7 +24,7 @@ use crate::limits::memory::{Charge, ConnectionSlot, Holder};
 
 /// New spans of a proxy in a second.
 const MAX_SPANS_PER_SECOND: u64 = 100;
-/// Of these, spans of clients that have not authenticated.
+/// The part of these spans for clients that have not authenticated.
 const MAX_UNTRUSTED_PER_SECOND: u64 = 50;
 /// Spans of a worker that wait, and their bytes.
 const MAX_QUEUED: usize = 2048;
@@ -50,7 +50,7 @@ pub struct SpanBudget {
     began: Instant,
     /// A second since then, and its spans.
     used: AtomicU64,
-    /// The same for those of clients that have not authenticated.
+    /// The same for spans of clients that have not authenticated.
     untrusted: AtomicU64,
 }
 
@@ -208,8 +208,8 @@ impl Wake for Ended {
 
 impl SpanQueue {
     /// Adds a span of a client with a connection. If the client has no memory left, the span is
-    /// dropped. If the queue is full, the client whose spans have most bytes loses its oldest one,
-    /// within the group whose spans have most. Both are counted.
+    /// dropped. If the queue is full, the group with most bytes loses a span: the oldest one of its
+    /// client with most bytes. Both are counted.
     pub fn add(&self, span: Span, client: Holder, slot: &ConnectionSlot, budget: &SpanBudget) {
         let slot = slot.beside();
         slot.wake_on_end(Waker::from(self.ended.clone()));
@@ -256,7 +256,7 @@ impl SpanQueue {
         self.spans.borrow().len() >= MAX_BATCH || self.bytes.get() >= MAX_BATCH_BYTES
     }
 
-    /// What waits, at most a batch.
+    /// The waiting spans, at most a batch.
     pub fn take(&self) -> Vec<Span> {
         let (mut spans, mut taken, mut bytes) = (self.spans.borrow_mut(), vec![], 0);
         while taken.len() < MAX_BATCH

@@ -106,7 +106,7 @@ pub fn start(
     });
 }
 
-/// The flow of a redirected connection. None if it is closed.
+/// The flow of a redirected connection, or `None` if it is closed.
 async fn redirected(
     worker: Rc<Worker>,
     direction: Direction,

@@ -165,7 +165,7 @@ enum First {
 /// The protocols that the client's bytes may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rules {
-    /// Those of the application, or inside mesh TLS.
+    /// The protocols of the application, or inside mesh TLS.
     Inner,
     /// Inside mesh TLS, from a proxy that has waited for the rest of a first line.
     Inspected,
@@ -245,9 +245,9 @@ impl Detector {
     }
 
     /// Recognizes HTTP/2 by its preface and HTTP/1 by its request line. All other bytes are opaque. A
-    /// line that a lenient server might parse as a request line is HTTP, so that no request reaches
-    /// an application unparsed. The strict parser then rejects the malformed ones. None while the
-    /// bytes are a prefix of more than one protocol. `bytes` are those of earlier calls, and more.
+    /// line that a lenient server might parse as a request line is HTTP, so that no request reaches an
+    /// application unparsed. The strict parser then rejects the malformed ones. `None` while the bytes
+    /// are a prefix of more than one protocol. `bytes` contains the bytes of earlier calls, and more.
     pub fn update(&mut self, bytes: &[u8]) -> Option<Protocol> {
         if matches!(self.rules, Rules::Inbound | Rules::InboundOpaque) {
             match tls::inspect(bytes) {

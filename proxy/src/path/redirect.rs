@@ -24,7 +24,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 const INTERVAL: Duration = Duration::from_secs(10);
 /// Without an answer, the proxy may be busy: the rules count as in force until this many probes.
 const MAX_UNANSWERED: u32 = 10;
-/// What a worker answers.
+/// The answer of a worker.
 const ANSWER: u8 = b'r';
 
 /// A connection that was not redirected.

@@ -137,7 +137,7 @@ mod tests {
         list.iter().map(ToString::to_string).collect()
     }
 
-    /// The response's fields as text, and whether it is that of a preflight request.
+    /// The response's fields as text, and whether it answers a preflight request.
     fn apply(cors: &Cors, method: &str, fields: &[(&str, &str)]) -> (bool, Vec<String>) {
         let head = fields
             .iter()

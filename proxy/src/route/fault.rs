@@ -19,16 +19,16 @@ pub struct Fault {
     pub matches: Matches,
     /// A delay.
     pub delay: Option<(Duration, Share)>,
-    /// A response in place of that of a backend, after the delay.
+    /// A response in place of a backend's response, after the delay.
     pub abort: Option<(StatusCode, Share)>,
 }
 
 /// A share of the requests, drawn at random.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
-    /// So many.
+    /// The numerator of the share.
     pub numerator: u32,
-    /// Of so many.
+    /// The denominator of the share.
     pub denominator: NonZeroU32,
 }
 
@@ -38,7 +38,7 @@ impl Share {
     }
 }
 
-/// What a fault does to one request.
+/// The effect of a fault on one request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Injection {
     /// The object that it comes from.
@@ -68,7 +68,7 @@ impl FaultKind {
     }
 }
 
-/// What happens to a request, in order: at most the last one aborts it. Fails if a part of the
+/// The injections into a request, in order: only the last one can abort it. Fails if a part of the
 /// request is too large to match.
 pub fn draw(
     faults: &[Fault],

@@ -43,12 +43,12 @@ impl<'a> MatchInput<'a> {
         }
     }
 
-    /// Reads the path as a server may. What expressions have judged so far counts.
+    /// Reads the path as a server may. The bytes that expressions have judged so far count.
     pub fn set_path(&mut self, path: &'a [u8]) {
         self.path = path;
     }
 
-    /// Reads the method as a server may. What expressions have judged so far counts.
+    /// Reads the method as a server may. The bytes that expressions have judged so far count.
     pub fn set_method(&mut self, method: &'a [u8]) {
         self.request.method = method;
     }

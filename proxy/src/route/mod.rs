@@ -36,7 +36,7 @@ pub struct Routes {
     /// In order of precedence.
     matches: Matches,
     rules: Vec<Arc<Rule>>,
-    /// Of connections that carry no HTTP.
+    /// The rule of connections that carry no HTTP.
     tcp: Option<Arc<Rule>>,
     faults: Vec<Fault>,
     /// Why there are none: the controller sent routes that this proxy rejected.
@@ -53,7 +53,7 @@ impl PartialEq for Routes {
 
 impl Eq for Routes {}
 
-/// What happens with the requests of a match.
+/// The treatment of the requests of a match.
 #[derive(Debug, Default)]
 pub struct Rule {
     /// The object that the rule comes from.
@@ -74,7 +74,7 @@ pub struct Rule {
     pub request_timeout: Option<Duration>,
     /// The time for each attempt.
     pub backend_request_timeout: Option<Duration>,
-    /// None: the proxy retries what is safe.
+    /// The retries, or `None`: the proxy retries requests that are safe to repeat.
     pub retry: Option<Arc<RetryPolicy>>,
     /// Requests of a session go to one endpoint.
     pub session: Option<SessionPersistence>,
@@ -94,11 +94,11 @@ pub struct RetryPolicy {
 /// A backend of a rule.
 #[derive(Debug)]
 pub struct RouteBackend {
-    /// None: the route names something else.
+    /// The backend, or `None` if the route names something else.
     pub to: Option<BackendRef>,
     /// Its share of the sum of weights.
     pub weight: u32,
-    /// The changes of the rule and those of this backend.
+    /// The changes of the rule and of this backend.
     pub changes: Arc<Changes>,
 }
 
@@ -121,23 +121,23 @@ impl BackendRef {
     }
 }
 
-/// What a rule and a backend change.
+/// The changes of a rule and a backend.
 #[derive(Clone, Debug, Default)]
 pub struct Changes {
-    /// Of the request's fields.
+    /// Changes of the request's fields.
     pub request: Vec<FieldEdit>,
-    /// Of the response's fields.
+    /// Changes of the response's fields.
     pub response: Vec<FieldEdit>,
-    /// Of the request's host and path.
+    /// The change of the request's host and path.
     pub rewrite: Option<UrlRewrite>,
     /// Copies.
     pub mirrors: Vec<Mirror>,
 }
 
-/// A response in place of that of a backend.
+/// A response in place of a backend's response.
 #[derive(Debug)]
 pub enum Answer {
-    /// Of a rule.
+    /// The response of a rule.
     Reply(LocalReply),
     /// There is no way for the request.
     Failure(Failure),
@@ -169,7 +169,7 @@ impl Routes {
         Self { tcp, ..self }
     }
 
-    /// The backend of a connection that carries no HTTP. None: the destination itself.
+    /// The backend of a connection that carries no HTTP, or `None` for the destination itself.
     pub fn connection_backend(
         &self,
         rng: &mut fastrand::Rng,

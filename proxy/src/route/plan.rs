@@ -1,6 +1,6 @@
 //! The plan of a request: every decision about it, before any of its bytes go upstream. Pure: a
-//! function of the request, of the routes of its destination, of the time and of random numbers. What
-//! follows carries it out: `filters.rs`, `attempts.rs` and the protocols.
+//! function of the request, of the routes of its destination, of the time and of random numbers.
+//! Later steps carry it out: `filters.rs`, `attempts.rs` and the protocols.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -23,11 +23,11 @@ use crate::limits::deadline::Deadline;
 pub struct Plan {
     /// Delays and aborts, in order.
     pub faults: Vec<Injection>,
-    /// The response in place of that of a backend, after the faults.
+    /// The response in place of a backend's response, after the faults.
     pub answer: Option<Answer>,
     /// The rule that it matched.
     rule: Option<Arc<Rule>>,
-    /// The backend's index in the rule. None: the destination itself.
+    /// The backend's index in the rule, or `None` for the destination itself.
     backend: Option<usize>,
     /// The rewritten target.
     target: Option<Vec<u8>>,
@@ -53,7 +53,7 @@ impl From<Failure> for Plan {
     }
 }
 
-/// What the plan of a request, and the request itself, say about its attempts.
+/// The settings of the attempts, from the plan of a request and the request itself.
 #[derive(Clone, Debug, Default)]
 pub struct AttemptSettings {
     /// The end of the whole exchange.
@@ -71,7 +71,8 @@ pub struct AttemptSettings {
 /// Which endpoint a request prefers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Preference {
-    /// The hash of the request's key. None: the policy does not ask for it, or the request has none.
+    /// The hash of the request's key. `None`: the policy does not ask for it, or the request has no
+    /// key.
     pub hash: Option<u64>,
     /// The endpoint of the request's session.
     pub session: Option<Tag>,
@@ -146,7 +147,7 @@ impl Plan {
         self.rule.as_ref()
     }
 
-    /// The backend. None: the destination itself.
+    /// The backend, or `None` for the destination itself.
     pub fn backend(&self) -> Option<&BackendRef> {
         self.rule.as_ref()?.backends[self.backend?].to.as_ref()
     }
@@ -192,7 +193,7 @@ impl Plan {
         }
     }
 
-    /// The changes of the request's head: `own`, by the mesh, then those of the rule.
+    /// The changes of the request's head: `own`, then the changes of the rule.
     pub fn request_edits<'a>(&'a self, own: Edits<'a>) -> Edits<'a> {
         self.changes().map_or(own, |changes| Edits {
             route: [&changes.request, &[], &[]],
@@ -202,8 +203,8 @@ impl Plan {
         })
     }
 
-    /// The changes of the response's head: `own`, those of the mesh, then those of the rule, then
-    /// that of the session.
+    /// The changes of the response's head: first `own`, the changes of the mesh, then the changes of
+    /// the rule, then the field of the session.
     pub fn response_edits<'a>(
         &'a self,
         own: &'a [MeshField<'a>],

@@ -86,7 +86,7 @@ impl Session {
         self.token.map(|token| token.endpoint)
     }
 
-    /// The field of a response from this endpoint. None if the client has the token already.
+    /// The field of a response from this endpoint, or `None` if the client has the token already.
     pub fn edit(&self, backend: Tag, endpoint: Tag, now: u64) -> Option<FieldEdit> {
         let is_same = |token: &Token| (token.backend, token.endpoint) == (backend, endpoint);
         let known = self.token.filter(is_same);

@@ -51,8 +51,8 @@ pub fn redirect(
     LocalReply::redirect(status.unwrap_or(StatusCode::FOUND), &location)
 }
 
-/// The value of Location: always a whole URL, so that a path such as `//host` names no host. What is
-/// empty stays as in the request.
+/// The value of Location: always a whole URL, so that a path such as `//host` names no host. Empty
+/// parts stay as in the request.
 pub fn location(
     redirect: &Redirect,
     request: &RequestView<'_>,

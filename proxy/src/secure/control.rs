@@ -45,7 +45,8 @@ const PING_INTERVAL: Duration = Duration::from_secs(5);
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 /// HTTP/2 flow-control windows in bytes. Responses are small.
 const STREAM_WINDOW: u32 = 64 * 1024;
-/// `h2` ends a connection on which small DATA frames wait whose number its window bounds: 2,000 of them.
+/// `h2` ends a connection on which too many small DATA frames wait. The window sets their maximum:
+/// 2,000.
 const CONNECTION_WINDOW: u32 = 1024 * 1024;
 /// Maximum size of a message: a snapshot of about 100,000 endpoints.
 const MAX_MESSAGE_SIZE: usize = 16 * 1024 * 1024;

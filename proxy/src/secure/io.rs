@@ -49,7 +49,7 @@ pub struct Io {
     unread: BytesMut,
     /// Counted among the connections to endpoints.
     _counted: Option<Active>,
-    /// Of a connection to the proxy.
+    /// The slot of a connection to the proxy.
     slot: Option<Rc<ConnectionSlot>>,
 }
 
@@ -112,7 +112,7 @@ impl Io {
         }
     }
 
-    /// The lifetime of the connection. None for a plaintext connection.
+    /// The lifetime of the connection, or `None` for a plaintext connection.
     pub fn lifetime(&self) -> Option<&Lifetime> {
         self.tls.as_ref()?.lifetime.as_ref()
     }

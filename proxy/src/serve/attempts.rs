@@ -129,7 +129,7 @@ impl AttemptError {
         }
     }
 
-    /// An error after which there is no other attempt.
+    /// An error without a further attempt.
     pub fn last(failure: Failure) -> Self {
         Self {
             failure,
@@ -162,7 +162,7 @@ impl Replayable {
     };
 }
 
-/// What follows a failed attempt.
+/// The step after a failed attempt.
 #[derive(Debug)]
 pub enum Step {
     /// Another attempt, after this time; and why.
@@ -173,7 +173,7 @@ pub enum Step {
 
 /// The attempts of one request or opaque connection.
 pub struct Attempts {
-    /// What was decided before the first one.
+    /// The settings from the plan, before the first attempt.
     settings: AttemptSettings,
     backend: Rc<Backend>,
     /// The time that is left for connections.
@@ -368,12 +368,12 @@ impl Attempts {
         u32::try_from(self.failures.len()).unwrap_or(u32::MAX)
     }
 
-    /// No other attempt may follow the current one.
+    /// The current attempt is the last one.
     fn is_last(&self) -> bool {
         self.failed() + 1 >= self.max()
     }
 
-    /// The failure of all attempts so far. None if there are none.
+    /// The failure of all attempts so far, or `None` without attempts.
     fn summary(&mut self) -> Option<Failure> {
         let failures = std::mem::take(&mut self.failures);
         Failure::of_attempts(failures, &self.backend.name(), self.backend.endpoints_len())
@@ -440,8 +440,8 @@ impl Attempt<'_> {
         self.attempts.requeued <= MAX_REQUEUED
     }
 
-    /// What the next proxy is told: the exchange, and the number of attempts before this one. Only an
-    /// authenticated proxy that parses the request removes it.
+    /// The announcement to the next proxy: the exchange, and the number of attempts before this one.
+    /// Only an authenticated proxy that parses the request removes it.
     pub fn announced(&self, is_peer: bool, exchange: ExchangeId) -> Option<Announced> {
         let previous = self.attempts.settings.previous;
         (is_peer && !self.endpoint.info.opaque).then(|| Announced {
@@ -494,8 +494,8 @@ impl Attempt<'_> {
         Ok(now)
     }
 
-    /// What follows this attempt, which has failed. `rewind` prepares another one: false if a part of
-    /// what was sent is no longer there.
+    /// The step after this attempt, which has failed. `rewind` prepares another one: false if a part of
+    /// the sent bytes is no longer there.
     pub fn next(self, error: AttemptError, flow: &Flow, mut rewind: impl FnMut() -> bool) -> Step {
         let Self {
             attempts,
@@ -513,7 +513,7 @@ impl Attempt<'_> {
             attempts.avoid(endpoint.address);
         }
         let spent = match retry {
-            // What was longer was no connect: a response, or a lack of CPU time.
+            // A longer time was not spent on connecting: it was a response, or a lack of CPU time.
             Retry::OtherEndpoint => began.elapsed().min(connect_timeout),
             Retry::Uncounted => began.elapsed(),
             _ => Duration::ZERO,

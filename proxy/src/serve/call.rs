@@ -39,7 +39,7 @@ pub struct Call {
     pub body: Bytes,
     /// Sending it twice has the effect of sending it once.
     pub is_repeatable: bool,
-    /// The most bytes of the response's body that are read. None: it is dropped.
+    /// The most bytes of the response's body that are read. `None`: the body is dropped.
     pub max_answer: Option<usize>,
 }
 

@@ -1,6 +1,6 @@
 //! Steps 4 to 8 of one request, read from top to bottom: its plan, what may refuse it, and one attempt
-//! after another. [`Exchange::run`] is the same for all protocols; a [`Protocol`] is what differs
-//! between them. Neither decides on anything else: `plan.rs`, `filters.rs` and `attempts.rs` do.
+//! after another. [`Exchange::run`] is the same for all protocols; a [`Protocol`] has the
+//! differences between them. Neither decides on anything else: `plan.rs`, `filters.rs` and `attempts.rs` do.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -27,21 +27,21 @@ pub struct Exchange<P: Protocol> {
     pub head: P::Head,
     /// The client, and the body of its request.
     pub client: P,
-    /// What metrics, dumps and logs tell about the exchange.
+    /// The source of metrics, dumps and logs.
     pub record: ExchangeRecord,
-    /// What allows the request.
+    /// The decisions that allow the request.
     pub allowed: Allowed,
-    /// What the proxy adds to the head.
+    /// Fields that the proxy adds to the head.
     pub added: Added,
 }
 
-/// What the proxy adds to the head of a request, besides the changes of its route.
+/// Fields that the proxy adds to the head of a request, besides the changes of its route.
 #[derive(Default)]
 pub struct Added {
-    /// What the policies of the pod read from the request, and the fields that the application gets for
-    /// it. None: nothing.
+    /// The token that the policies of the pod read from the request, and the fields that the
+    /// application gets. `None`: the policies read no token.
     pub credentials: Option<Box<Credentials>>,
-    /// The `traceparent` of the proxy's span. None: the client's stays.
+    /// The `traceparent` of the proxy's span. `None`: the client's field stays.
     pub trace: Option<Box<HeaderValue>>,
 }
 
@@ -60,7 +60,8 @@ impl Added {
         credentials.is_some_and(|credentials| credentials.token.is_some())
     }
 
-    /// The changes of the request's head: `own`, what is added, then the changes of the plan.
+    /// The changes of the request's head: `own`, the added fields, then the changes of the
+    /// plan.
     pub fn edits<'a>(&'a self, plan: &'a Plan, own: &'a [MeshField<'a>]) -> Edits<'a> {
         let credentials = self.credentials.as_ref();
         plan.request_edits(Edits {
@@ -88,7 +89,7 @@ pub type OutcomeOf<P> = Outcome<<P as Protocol>::End, <P as Protocol>::Tunnel>;
 pub trait Protocol: Sized {
     /// The head of a request.
     type Head;
-    /// What is left to do once the response has ended.
+    /// The way in which a response has ended.
     type End;
     /// The connection, or the stream, to an endpoint that has agreed on another protocol.
     type Tunnel;
@@ -100,7 +101,7 @@ pub trait Protocol: Sized {
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()>;
 
     /// Reads until the body ends or is longer than `max` bytes; a client that waits for 100 (Continue)
-    /// gets it. Returns all that was read, which is kept for the application, or None if the client
+    /// gets it. Returns all that was read, and keeps it for the application, or `None` if the client
     /// leaves.
     async fn read_body(
         &mut self,
@@ -131,7 +132,7 @@ pub trait Protocol: Sized {
         attempt: Attempt<'_>,
     ) -> OutcomeOf<Self>;
 
-    /// Ready when the client leaves between two attempts. What arrives meanwhile may be taken.
+    /// Ready when the client leaves between two attempts. May take bytes that arrive meanwhile.
     fn poll_left(&mut self, cx: &mut Context<'_>, _record: &mut ExchangeRecord) -> Poll<()> {
         self.poll_gone(cx)
     }

@@ -28,7 +28,7 @@ use crate::serve::exchange::{Added, Protocol};
 /// The most bytes that are read of the body of an answer.
 const MAX_ANSWER: usize = 16 * 1024;
 
-/// Asks about a request, and adds the fields that the application gets. None if the client leaves.
+/// Asks about a request, and adds the fields that the application gets. `None` if the client leaves.
 pub async fn ask(
     authorizers: &[Arc<Authorizer>],
     (plan, added): (&Plan, &mut Added),
@@ -83,8 +83,9 @@ pub async fn ask(
     Ok(Some(()))
 }
 
-/// Reads what a server gets of the body. A client that does not send it in time is refused: neither
-/// the failure mode nor a part of the body may let its request pass. None if it leaves.
+/// Reads the part of the body that a server gets. A client that does not send it in time is
+/// refused: neither the failure mode nor a part of the body may let its request pass. `None` if the
+/// client leaves.
 async fn read_body(
     client: &mut impl Protocol,
     max: usize,

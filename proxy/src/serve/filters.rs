@@ -27,7 +27,7 @@ use crate::serve::{external, outside};
 use crate::upstream::balance::Backend;
 use diy_mesh_model::exchange::Direction;
 
-/// Whether the request may be forwarded. None if the client leaves in the meantime.
+/// Whether the request may be forwarded. `None` if the client leaves in the meantime.
 pub async fn apply<P: Protocol>(
     exchange: &mut Exchange<P>,
     plan: &Plan,
@@ -47,7 +47,7 @@ pub async fn apply<P: Protocol>(
         Err(failure) => return Some(Err(failure)),
     };
     if record.flow.outside().is_some() || backend.external().is_some() {
-        // The host that a route sets is its owner's.
+        // The owner of a route chooses the host that it sets.
         let host = request.authority();
         let host = host.filter(|_| plan.request_edits(Edits::default()).host.is_none());
         let name = host.and_then(name_of);
@@ -152,7 +152,7 @@ fn take(stage: Stage, flow: &Flow, request: &RequestView<'_>) -> Result<Taken, F
     taken
 }
 
-/// Delays the request until its deadline at most, and fails in place of a backend. None if the
+/// Delays the request until its deadline at most, and fails in place of a backend. `None` if the
 /// client leaves.
 async fn inject(
     faults: &[Injection],

@@ -34,7 +34,7 @@ pub struct Mirror {
 }
 
 impl Mirror {
-    /// Begins a copy for each of these backends. None if there are too many.
+    /// Begins a copy for each of these backends, or returns `None` if there are too many copies.
     pub fn new(flow: &Rc<Flow>, backends: &[Arc<str>], head: CallHead) -> Option<Box<Self>> {
         let slot = flow.worker.mirrors.clone().try_acquire_owned().ok();
         let mut memory = Charge::new(Rc::new(flow.slot.beside()));

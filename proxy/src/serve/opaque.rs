@@ -145,7 +145,7 @@ async fn server_name(
 }
 
 /// Connects to one of the endpoints that the destination, or its routes, have for the connection.
-/// `name` is that of a destination outside of the cluster.
+/// `name` is the name of a destination outside of the cluster.
 pub async fn dial(flow: &Flow, alpn: Alpn, name: Option<String>) -> Result<Dialed, Failure> {
     // 4. Authorization.
     let mut permit = flow.authorize_connection()?;

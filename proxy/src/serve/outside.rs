@@ -18,10 +18,10 @@ use crate::inbound::policy::Permit;
 use crate::labels::Verdict;
 use crate::upstream::balance::Backend;
 
-/// Replaces the backend of a call to outside of the cluster by an address that the proxy has resolved
-/// itself, where the policies allow the name and not the address that the application has chosen.
-/// That address stays if it is among those of the name. Returns the denial of policies under audit.
-/// The destination is an edge of the pod, unless it is denied.
+/// Replaces the backend of a call to outside of the cluster by an address that the proxy has
+/// resolved itself, where the policies allow the name and not the address that the application has
+/// chosen. That address stays if the name has it. Returns the denial of policies under audit. The
+/// destination is an edge of the pod, unless it is denied.
 pub async fn find(
     flow: &Flow,
     name: Option<String>,

@@ -1,6 +1,7 @@
-//! The export of spans: sends those of a worker to the collector of the pod's telemetry, as requests of
-//! the proxy's own (OTLP/gRPC), by discovery, with mutual TLS where the collector has a proxy. What cannot
-//! be sent is counted. No request of the application waits for it.
+//! The export of spans: sends the spans of a worker to the collector of the pod's telemetry, as
+//! requests of the proxy's own (OTLP/gRPC). Discovery finds the collector, and mutual TLS applies
+//! where it has a proxy. Spans that cannot be sent are counted. No request of the application waits
+//! for it.
 
 use std::net::Ipv4Addr;
 use std::pin::pin;

@@ -33,7 +33,7 @@ const MAX_QUEUED: usize = 128 * 1024;
 /// The maximum number of queued bytes to which a body is added without flow-control capacity: others
 /// have room while a receiver grants none.
 pub const MAX_UNRESERVED_QUEUED: usize = MAX_QUEUED / 4 * 3;
-/// What waits is charged in steps of this size until it is written.
+/// Waiting bytes are charged in steps of this size until they are written.
 const QUEUE_STEP: usize = 4 * 1024;
 /// The capacity that a connection may own without using it while it waits for the socket.
 const MAX_UNUSED_CAPACITY: usize = 16 * 1024;
@@ -57,7 +57,7 @@ thread_local! {
 #[derive(Clone)]
 pub struct Batched(Rc<RefCell<Inner>>, Rc<Queue>);
 
-/// What `h2` has not passed to the write buffer.
+/// The bytes that `h2` has not passed to the write buffer.
 #[derive(Default)]
 struct Queue {
     /// Bytes of bodies.
@@ -87,9 +87,9 @@ struct Inner {
     frames: Frames,
     /// The number of bytes of [`Io::unread`] that are complete frames.
     complete: usize,
-    /// Charged for the connection, and for what waits for its peer.
+    /// Charged for the connection, and for the bytes that wait for its peer.
     memory: Charge,
-    /// What was charged at first.
+    /// The bytes that were charged at first.
     cost: usize,
     /// The most streams that were open at once.
     streams: usize,
@@ -97,7 +97,8 @@ struct Inner {
     overload: Option<Failure>,
 }
 
-/// What `h2` keeps of each stream, also for later ones: as many as were open at once.
+/// The memory that `h2` keeps for each stream, also for later ones: for as many as were open at
+/// once.
 const STREAM_STATE: usize = 512;
 
 impl Batched {
@@ -257,7 +258,7 @@ impl Batched {
 }
 
 impl Inner {
-    /// What the connection holds when nothing waits for its peer.
+    /// The bytes that the connection holds when nothing waits for its peer.
     fn base(&self) -> usize {
         self.cost + self.streams * STREAM_STATE
     }
@@ -435,7 +436,7 @@ mod tests {
         let body = |length| io.queue(vec![0; length].into());
         let bodies = [MAX_QUEUED / 2 - 2500; 2].map(body);
         assert!(has_room(5000) && !has_room(6000));
-        // What `h2` has written needs no room.
+        // Bytes that `h2` has written need no room.
         drop(bodies);
         assert_eq!(io.queued(), 0);
         let (mut partly_written, mut other) = (body(10_000), Charge::new(slot(Holder::App)));

@@ -16,9 +16,9 @@ pub const PREFACE_LENGTH: usize = 24;
 /// ones, and closes the connection.
 const MAX_REMOVED: u32 = 10_000;
 const REMOVAL_INTERVAL: Duration = Duration::from_secs(1);
-/// The maximum size of a header block, with the heads of its frames. A field of it has at most 8/5 of
-/// that (RFC 7541, appendix B), 448 KiB: from trailers, `h2` drops without a notice what exceeds its
-/// limit for the list of fields, [`MAX_HEADER_LIST`]. What it keeps is over the proxy's own limit then.
+/// The maximum size of a header block, with the heads of its frames. A field of it has at most 8/5
+/// of that (RFC 7541, appendix B), 448 KiB. `h2` silently drops trailers beyond its limit for the
+/// list of fields, [`MAX_HEADER_LIST`]. The rest is over the proxy's own limit then.
 ///
 /// [`MAX_HEADER_LIST`]: super::connect::http2::MAX_HEADER_LIST
 const MAX_HEADER_BLOCK: usize = 280 * 1024;

@@ -24,7 +24,7 @@ const MAX_REST: u64 = 8 * MIB;
 /// The addresses of a flood, fewer than the slots of the smallest limit.
 const ADDRESSES: usize = 40;
 
-/// What a flood holds open.
+/// The connections that a flood holds open.
 type Held = Vec<TcpStream>;
 
 /// Connections from [`ADDRESSES`] addresses that send these bytes.
@@ -254,7 +254,7 @@ fn withstands(floods: &[fn() -> Held], limit: u64, control: &[String]) -> Result
         limit / MIB
     );
     assert!(peak < limit, "{} MiB of {} MiB", peak / MIB, limit / MIB);
-    // Without the pages of the program, which are not those of a flood.
+    // Without the pages of the program: a flood does not add them.
     let rest = || proxy.anonymous().saturating_sub(idle);
     proxy.wait("the memory returns", || rest() < MAX_REST);
     eprintln!(

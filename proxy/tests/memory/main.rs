@@ -41,7 +41,7 @@ const MIB: u64 = 1024 * 1024;
 const LIMIT: u64 = 64 * MIB;
 /// The group of the proxy, whose connections are not redirected.
 const PROXY_GROUP: u32 = 1337;
-/// The address of the application, behind the proxy: that of a pod.
+/// The address of the application, behind the proxy: the address of a pod.
 const APP: ([u8; 4], u16) = ([10, 0, 0, 1], 9999);
 /// The port of a Service, as the application uses it.
 const SERVICE: u16 = 30_000;
@@ -230,7 +230,7 @@ fn unfinished_heads_stay_within_the_memory_limit_and_their_memory_returns() {
     assert!(peak < LIMIT, "{} MiB were resident", peak / MIB);
 }
 
-/// What an application that responds does.
+/// The counts of an application that responds.
 #[derive(Default)]
 struct Responses {
     begun: AtomicUsize,

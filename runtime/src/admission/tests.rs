@@ -25,7 +25,7 @@ fn admit(admission: &Arc<Admission<&'static str>>, path: Path, class: Class) -> 
     })
 }
 
-/// What bytes are for.
+/// The use of bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Need {
     New,
@@ -235,7 +235,7 @@ impl<'a> Waiting<'a> {
     }
 }
 
-/// What waits, in its order. It has been polled once.
+/// The waiting connections, in their order. Each has been polled once.
 fn queue<'a>(
     admission: &'a Arc<Admission<&'static str>>,
     paths: &[Path],
@@ -282,7 +282,7 @@ fn released_slot_goes_to_the_waiting_holder_furthest_below_its_share() {
         assert_eq!(granted.len(), 1);
         granted.into_iter().next().unwrap()
     };
-    // Of both namespaces the one with fewer, and in it the holder with fewer.
+    // The namespace with fewer slots, and in it the holder with fewer slots.
     let first = next(&mut d);
     let second = next(&mut b);
     assert_eq!((first.0, second.0), (3, 2));
@@ -549,7 +549,7 @@ fn random_histories_follow_the_rule() {
             let (used, ends) = (used_by(&open), used_by(&ending));
             assert_eq!(admission.used_bytes(&[]), used + ends, "{context}");
             assert!(open.len() <= limit, "{context}");
-            // What ends belongs to nobody: beyond the limit, it counts against the reserve.
+            // Ending connections belong to no holder. Beyond the limit, their bytes count against the reserve.
             let is_within = used <= max_bytes || used + ends <= max_bytes + reserve;
             assert!(is_within, "{context}: {used} and {ends}");
         }
@@ -587,7 +587,7 @@ fn bytes_of_a_holder_follow_the_rule_of_slots() {
     assert!(
         large.hold(690, Need::New) && idle.hold(10, Need::New) && !idle.hold(11, Need::Optional)
     );
-    // Of the largest holder, what carries no exchange ends first.
+    // The first to end is the connection of the largest holder without an exchange.
     assert!(large.hold(691, Need::New) && idle.slot.is_ended());
     drop(idle);
     let mut app = admit(&admission, &["app"], Class::InUse).unwrap();
@@ -597,7 +597,7 @@ fn bytes_of_a_holder_follow_the_rule_of_slots() {
         "nothing ends for what it can do without"
     );
     assert!(app.hold(10, Need::New) && large.slot.is_ended());
-    // Its bytes are those of nobody until it has gone.
+    // Its bytes belong to no holder until it has gone.
     assert_eq!(
         (admission.used_bytes(&["others"]), admission.used_bytes(&[])),
         (0, 701)
@@ -637,7 +637,7 @@ fn what_is_asked_for_again_ends_nothing_and_is_bounded() {
     assert_eq!(admission.used_bytes(&[]), 700);
     let last = open.last_mut().unwrap();
     assert!(!last.hold(234, Need::Lasting) && last.hold(233, Need::Lasting));
-    // What ends gets no more, and gives back what it has.
+    // An ending connection gets no more bytes, and can return its bytes.
     let lost = admit(&admission, &["d"], Class::Silent);
     admission.resize(1, 800);
     let mut lost = open

@@ -24,7 +24,7 @@ impl Catalog {
         }
     }
 
-    /// Writes the files of changed objects and deletes those of others.
+    /// Writes the files of changed objects and deletes the files of removed ones.
     pub(super) fn write<'a>(&mut self, objects: impl Iterator<Item = &'a Value>) -> io::Result<()> {
         let contents: BTreeMap<String, String> = objects
             .map(|object| {

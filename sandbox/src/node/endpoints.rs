@@ -15,8 +15,8 @@ pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";
 /// The label of a Node that names its zone.
 const ZONE: &str = "topology.kubernetes.io/zone";
 
-/// The EndpointSlices of a Service. Empty if the Service has no selector. `pods` are those of its
-/// namespace, `node` finds a Node by name: an endpoint has the zone of its pod's node.
+/// The EndpointSlices of a Service. Empty if the Service has no selector. `pods` are the pods of
+/// its namespace, and `node` finds a Node by name: an endpoint has the zone of its pod's node.
 pub(super) fn slices<'a>(
     service: &Value,
     pods: impl Iterator<Item = &'a (&'a Pod, PodView)>,

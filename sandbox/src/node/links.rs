@@ -1,5 +1,5 @@
 //! Links, addresses and routes in the network namespace of the current thread, over netlink. The
-//! formats are those of `linux/rtnetlink.h`, `linux/if_link.h` and `linux/if_addr.h`.
+//! formats are from `linux/rtnetlink.h`, `linux/if_link.h` and `linux/if_addr.h`.
 
 use std::{
     fs::File,

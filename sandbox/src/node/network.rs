@@ -104,7 +104,7 @@ pub(super) async fn on_own_thread<T: Send + 'static>(
 }
 
 fn create(number: u32, v4: Ipv4Addr, v6: Option<Ipv6Addr>) -> Result<OwnedFd> {
-    // Each address of the pod with that of the node.
+    // Each address of the pod with the address of the node.
     let mut addresses = vec![(IpAddr::from(v4), IpAddr::from(NODE_V4))];
     addresses.extend(v6.map(|v6| (v6.into(), NODE_V6.into())));
     let node_namespace = File::open(format!("/proc/{}/ns/net", std::process::id()))

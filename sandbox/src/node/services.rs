@@ -153,7 +153,7 @@ pub(super) fn ready_endpoints(slice: &Value) -> impl Iterator<Item = &Value> {
     items(&slice["endpoints"]).filter(|endpoint| endpoint["conditions"]["ready"] != false)
 }
 
-/// The items of a JSON array, none of another value.
+/// The items of a JSON array. Another value has no items.
 pub(super) fn items(value: &Value) -> impl Iterator<Item = &Value> {
     value.as_array().into_iter().flatten()
 }

@@ -13,7 +13,7 @@ use super::{links::host, services::RANGES};
 
 const TABLE: &str = "sandbox";
 
-/// What happens to packets to a port of a Service.
+/// The translation of packets to a port of a Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Translation {
     pub(super) service: SocketAddr,

@@ -20,7 +20,7 @@ pub(super) struct Workload {
     pub(super) replicas: usize,
     /// The metadata and spec of new pods.
     template: Pod,
-    /// Of the template.
+    /// The hash of the template.
     pub(super) hash: String,
     /// Whether a pod has the name of its workload.
     is_single_pod: bool,
@@ -97,7 +97,7 @@ impl Workload {
     }
 
     /// The pods to create and delete next, from the own pods with the hashes of their templates.
-    /// Those of an earlier template and surplus ones, first those that are not ready, are deleted.
+    /// Pods of an earlier template are deleted, and so are surplus pods, unready ones first.
     pub(super) fn plan(&self, pods: &[(&str, PodView)]) -> Plan {
         let active = pods.iter().filter(|(_, pod)| !pod.terminating);
         let (mut current, mut delete): (Vec<_>, Vec<_>) =

@@ -205,7 +205,7 @@ fn definition(path: &str, query: &str) -> Option<Value> {
     Some(json!({"metadata": metadata, "spec": {"versions": versions}}))
 }
 
-/// Whether a path is that of all objects of the kind of this one.
+/// Whether a path is the path of all objects of the kind of this one.
 fn is_in(object: &Value, path: &str) -> bool {
     let (version, kind) = (&object["apiVersion"], &object["kind"]);
     let (Some(version), Some(kind)) = (version.as_str(), kind.as_str()) else {

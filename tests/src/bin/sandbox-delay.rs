@@ -1,7 +1,7 @@
-//! A slow link for tests: `sandbox-delay QUEUE MILLISECONDS` takes packets from a queue of netfilter
-//! (target NFQUEUE of iptables), and lets each one pass after a random time up to MILLISECONDS, so
-//! that packets overtake each other. Prints a line for each packet that was overtaken. The format is
-//! that of `linux/netfilter/nfnetlink_queue.h`.
+//! A slow link for tests: `sandbox-delay QUEUE MILLISECONDS` takes packets from a queue of
+//! netfilter (target NFQUEUE of iptables), and lets each one pass after a random time up to
+//! MILLISECONDS, so that packets overtake each other. Prints a line for each packet that was
+//! overtaken. The format is from `linux/netfilter/nfnetlink_queue.h`.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -125,7 +125,7 @@ impl Client {
         self.as_scripted(&script, false, own, way, &key).await
     }
 
-    /// What differs from the script at either end.
+    /// The differences from the script at either end.
     async fn as_scripted(
         &self,
         script: &Script,
@@ -265,7 +265,7 @@ impl Client {
             .collect())
     }
 
-    /// What the server has received of the exchanges of a connection.
+    /// The messages of the exchanges of a connection that the server has received.
     async fn all_received(&self, way: u16, number: u64, count: usize) -> String {
         let mut all = String::new();
         for index in 0..count {

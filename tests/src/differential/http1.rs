@@ -25,7 +25,7 @@ pub struct Exchange {
     pub upgrades: bool,
 }
 
-/// What one end sends.
+/// A message that one end sends.
 pub struct Message {
     pub head: Vec<u8>,
     pub body: Vec<u8>,
@@ -33,7 +33,7 @@ pub struct Message {
     pub closes: bool,
 }
 
-/// What one end has received.
+/// A message that one end has received.
 pub struct Received {
     /// Start line and fields, as they arrived.
     lines: Vec<Vec<u8>>,

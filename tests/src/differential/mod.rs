@@ -2,9 +2,9 @@
 //! the mesh and once past it. The transcripts of both ends must be equal, except for the fields that
 //! the documentation names.
 //!
-//! A seed and the number of an exchange determine what both ends send, so the two programs need no
-//! other coordination. The server keeps the transcripts of what it has received, and the client asks
-//! for them at a third port.
+//! A seed and the number of an exchange determine what both ends send, so the two programs need not
+//! coordinate otherwise. The server keeps the transcripts of what it has received, and the client
+//! asks for them at a third port.
 
 pub mod client;
 mod http1;

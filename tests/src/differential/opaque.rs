@@ -6,8 +6,8 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{OPAQUE, bytes, pieces, rng, text};
 
-/// What each end sends, in turns. The one that begins sends the first turn, ends its direction after
-/// the last one but one, and gets another turn before the other end closes.
+/// The bytes that each end sends, in turns. The one that begins sends the first turn, ends its
+/// direction after the last one but one, and gets another turn before the other end closes.
 pub struct Script {
     turns: Vec<Vec<u8>>,
 }

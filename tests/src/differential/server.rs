@@ -22,7 +22,7 @@ use super::{
     pieces, rng,
 };
 
-/// What the connections share.
+/// The state that the connections share.
 struct Server {
     seed: u64,
     omitted: Omitted,

@@ -1,6 +1,6 @@
-//! A drill: faults of objects in one namespace. `mesh check` names the cause of each, and the object
-//! to blame. `tests/tests/sandbox/drill.rs` has the faults of requests, and
-//! `tests/tests/cluster_serial/faults.rs` those of the mesh itself.
+//! A drill: faults of objects in one namespace. `mesh check` names the cause of each, and the
+//! object to blame. `tests/tests/sandbox/drill.rs` has the faults of requests, and
+//! `tests/tests/cluster_serial/faults.rs` has the faults of the mesh itself.
 
 use std::time::{Duration, Instant};
 

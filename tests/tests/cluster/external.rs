@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 const ALLOWED: &str = "404";
 const FAILED: &str = "503";
 
-/// What a request of a pod gets: the status, the fields and the body.
+/// The response to a request of a pod: the status, the fields and the body.
 fn get(namespace: &Namespace, from: &str, url: &str) -> Result<String> {
     let from = format!("deploy/{from}");
     let program = [&from, "-c", "authorizer", "--", "authorizer", "get", url];
@@ -150,7 +150,8 @@ fn filter_of_a_route_holds_at_the_called_pods_for_all_clients() -> Result<()> {
     })
 }
 
-/// Requests to the server go to a Service if its filter allows them. Those below /open have none.
+/// Requests to the server go to a Service if its filter allows them. Requests below /open have no
+/// filter.
 fn route(backend: &str) -> Value {
     let port = if backend == "server" { 80 } else { 8000 };
     let backends = json!([{"name": backend, "port": port}]);

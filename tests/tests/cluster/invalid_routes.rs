@@ -270,7 +270,7 @@ fn route_without_a_readable_rule_fails_requests_also_after_a_restart_of_the_cont
     })
 }
 
-/// What manifests/route-warnings says about routes, and what it is silent about.
+/// The warnings of manifests/route-warnings about routes, and the routes without a warning.
 #[test]
 fn api_server_warns_of_what_the_mesh_does_not_apply() -> Result<()> {
     let folder = root().join("manifests/route-warnings");

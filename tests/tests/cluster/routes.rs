@@ -102,7 +102,7 @@ fn keeps_entries_of_other_controllers(namespace: &Namespace) -> Result<()> {
     Ok(())
 }
 
-/// What a command of `mesh` prints as JSON.
+/// The JSON that a command of `mesh` prints.
 fn mesh(arguments: &[&str]) -> Result<Value> {
     let output = std::process::Command::new(programs().join("mesh"))
         .args(arguments)

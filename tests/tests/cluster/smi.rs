@@ -18,7 +18,7 @@ fn split_shares_the_requests_of_its_group() -> Result<()> {
             namespace.apply(&traffic_split(name, percentage, ""))?;
             versions::wait_for_share(namespace, percentage)?;
         }
-        // Only the requests of the group are split: those of all clients, then none.
+        // Only the requests of the group are split: the requests of all clients, then none.
         namespace.apply(&route_group(name, "{user-agent: 'diy-http-client/.*'}"))?;
         namespace.apply(&traffic_split(name, 100, "testers"))?;
         versions::wait_for_share(namespace, 100)?;

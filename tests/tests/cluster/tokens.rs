@@ -24,7 +24,7 @@ fn bearer(signer: &Signer, group: &str) -> String {
     format!("Bearer {}", signer.sign(&claims))
 }
 
-/// What the requests of the last seconds have met: they agree.
+/// The result of the requests of the last seconds: they agree.
 fn met(namespace: &Namespace, client: &str) -> Result<&'static str> {
     let app = format!("app={client}");
     let logs = [
@@ -47,7 +47,7 @@ fn met(namespace: &Namespace, client: &str) -> Result<&'static str> {
         0 if responses.bad.is_empty() => {}
         0 if all("x-mesh-error: denied") => return Ok("denied"),
         0 if all("x-mesh-error: invalid-token") => return Ok("invalid"),
-        // The sample server knows no other paths.
+        // The sample server does not know other paths.
         0 if all("http/1.1 404") => return Ok("allowed"),
         _ if responses.bad.is_empty() => return Ok("allowed"),
         _ => {}

@@ -9,7 +9,7 @@ use super::generated::assert_generated;
 /// The row of a flag or an argument.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Row {
-    /// None: an argument.
+    /// The name of the flag. `None`: it is an argument.
     flag: Option<String>,
     /// With its value.
     name: String,

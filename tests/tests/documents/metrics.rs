@@ -31,7 +31,7 @@ const COMMON_LABEL: &str = "direction";
 struct Metric {
     help: String,
     kind: String,
-    /// None: there is no sample.
+    /// The labels of its samples. `None`: there is no sample.
     labels: Option<Vec<Label>>,
 }
 
@@ -92,8 +92,8 @@ fn label(label: &Label) -> String {
     }
 }
 
-/// The metrics of each component by their names. A label of names, such as those of policies, has one
-/// value.
+/// The metrics of each component by their names. A label of names, such as names of policies, has
+/// one value.
 fn scrapes() -> BTreeMap<&'static str, BTreeMap<String, Metric>> {
     let pages = [
         ("proxy", proxy()),
@@ -132,7 +132,7 @@ fn parse(page: &str) -> BTreeMap<String, Metric> {
     metrics
 }
 
-/// Adds the labels of a sample to those of its metric.
+/// Adds the labels of a sample to the labels of its metric.
 fn add_sample(metric: &mut Metric, sample: &str) {
     let labels = metric.labels.get_or_insert_default();
     let (_, pairs) = sample.split_once('{').unwrap_or_default();

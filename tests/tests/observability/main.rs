@@ -1,5 +1,5 @@
-//! `manifests/observability`: its queries parse and name metrics that exist, its alerts fire when they
-//! are to, its dashboards are those of `dashboards.rs`, and kustomize builds it.
+//! `manifests/observability`: its queries parse and name metrics that exist, its alerts fire when
+//! they are to, `dashboards.rs` generates its dashboards, and kustomize builds it.
 
 #![allow(clippy::unwrap_used)]
 

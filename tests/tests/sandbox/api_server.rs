@@ -16,7 +16,7 @@ const PODS: usize = 3;
 /// Responses with the fault: each controller has more watches.
 const RESPONSES: usize = 20;
 
-/// The image is that of pods with the catalog.
+/// The image is the image of pods with the catalog.
 const API_SERVER: &str = "
 apiVersion: v1
 kind: Service

@@ -136,7 +136,7 @@ fn services_lists_endpoints_with_identities_and_watches_them() {
             "2 endpoints are ready: {output:?}"
         );
     };
-    // The token is that of a pod: its account gets its own namespace.
+    // The token belongs to a pod: its account gets its own namespace.
     let names: Vec<&Value> = all.iter().map(|service| &service["name"]).collect();
     assert_eq!(names, ["http-server"]);
     let denied = run("SERVICES service-mesh/controller");

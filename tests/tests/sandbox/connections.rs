@@ -203,8 +203,8 @@ fn requests_follow_a_tcp_route_until_an_http_route_is_for_them() {
     until("2.0");
 }
 
-/// All connections of a burst are open before its first line is read. Of larger ones, programs of a debug
-/// build with little CPU time complete too few handshakes within the time to connect.
+/// All connections of a burst are open before its first line is read. In larger bursts, programs of
+/// a debug build with little CPU time complete too few handshakes within the time to connect.
 #[test]
 fn burst_of_server_first_connections_resets_none() {
     let Some(sandbox) = with_mesh(&format!("{}---{}", databases(), shell(MESHED))) else {

@@ -167,7 +167,7 @@ fn demo_that_cannot_be_asked_says_so_and_runs() {
     drop(lines);
     second.signal(Signal::SIGTERM);
     assert!(second.exit().success());
-    assert!(session.socket().exists(), "that of the first is left");
+    assert!(session.socket().exists(), "the first one is left");
     drop(server);
     assert!(!session.socket().exists() && session.0.exists());
 }
@@ -176,7 +176,7 @@ fn demo_that_cannot_be_asked_says_so_and_runs() {
 fn directory_of_another_user_is_refused() {
     let session = Session::new("other");
     let root = nix::unistd::geteuid().is_root();
-    // Without root, the directory of another user is that of all files.
+    // Without root, the directory of another user is the root directory.
     let other = if root { &session.0 } else { Path::new("/") };
     if root {
         chown(other, Some(65_534), None).unwrap();

@@ -201,7 +201,7 @@ const EXPIRED: Case = Case {
     ],
 };
 
-/// Of the test of clocks.
+/// The case of the test of clocks.
 pub(super) const SKEWED: Case = Case {
     fault: "the clock of a node is wrong",
     url: "http-server.servers/hello",

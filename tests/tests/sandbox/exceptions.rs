@@ -1,5 +1,5 @@
-//! What an operator has to see of the traffic, in a sandbox: the proxies report what fails to the
-//! controllers, and the check of the traffic names it.
+//! The failures of traffic that an operator has to see, in a sandbox. The proxies report them to
+//! the controllers, and the check of the traffic names them.
 
 use std::collections::BTreeMap;
 
@@ -47,7 +47,7 @@ fn server(name: &str, group: &str, fail_rate: u32, field: (&str, Value)) -> Valu
     deployment
 }
 
-/// What the proxies have reported, in the output of `mesh identity`.
+/// The reports of the proxies, in the output of `mesh identity`.
 fn traffic(identity: &Value) -> Traffic {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let number = |value: &Value| value.as_u64().and_then(|number| number.try_into().ok());

@@ -70,7 +70,7 @@ const CASES: [Case; 6] = [
 ];
 
 /// Functions of the scripts. The packets of the local application are on the loopback interface.
-/// Processes of all pods are visible: the network namespace identifies those of the pod.
+/// Processes of all pods are visible: the network namespace identifies the processes of the pod.
 const FUNCTIONS: &str = r#"
 drop() {
     nft "table inet fault {

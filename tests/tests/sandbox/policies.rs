@@ -90,9 +90,9 @@ fn replicas_share_a_limit() {
     let pods = sandbox.view().pods_of("shop", "web-v1");
     let second = pods.iter().find(|pod| pod.ip.as_deref() != Some(&first));
     let second = second.unwrap().ip.clone().unwrap();
-    // Its controller may learn of the second replica after that of the first one, and until then it
-    // has the whole limit: 8 requests, one every 3 hours. With its share, it passes fewer of them, or
-    // the next one is later.
+    // Its controller may learn of the second replica after the controller of the first replica.
+    // Until then, it has the whole limit: 8 requests, one every 3 hours. With its share, it passes
+    // fewer requests, or the next one is later.
     let passed = std::cell::Cell::new(0);
     let has_its_share = |response: &str| passed.get() < 8 || retry_after(response) > alone;
     let response = request_until(

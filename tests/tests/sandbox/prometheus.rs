@@ -17,7 +17,7 @@ use serde_json::Value;
 const NAMESPACES: [&str; 2] = ["shop", "till"];
 const TOTAL: &str = "diy_mesh_proxy_requests_total";
 const REQUESTS: usize = 400;
-/// Of them, the canary gets at least these: half, less six standard deviations.
+/// The least number of requests for the canary: half, less six standard deviations.
 const LEAST: usize = 140;
 
 /// The servers with the names that Flagger gives to their Services, and a route to both versions.
@@ -116,7 +116,7 @@ fn recipes_tell_a_canary_that_fails_from_one_that_works() {
         .filter(|pod| pod.injected)
         .count();
     wait_for(&sandbox, monitor, "sum(up)", proxies as f64, || {});
-    // Of a series, Prometheus knows the increase from its first sample on.
+    // Prometheus knows the increase of a series from its first sample on.
     let failing = format!("{TOTAL}{{error_type=\"500\"}}");
     let both = format!("count(count by (direction) ({failing}))");
     wait_for(&sandbox, monitor, &both, 2.0, || {

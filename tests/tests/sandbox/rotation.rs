@@ -30,7 +30,7 @@ const PHASES: [&str; 2] = ["announcing", "switched"];
 const ROTATION_TIMEOUT: Duration = Duration::from_secs(3 * READY_TIMEOUT.as_secs());
 
 /// Kills the controller of the pod in which the script runs. Processes of all pods are visible: the
-/// network namespace identifies those of the pod.
+/// network namespace identifies the processes of the pod.
 const KILL: &str = "for process in /proc/[0-9]*; do
     read -r name < $process/comm && [ \"$name\" = controller ] && [ $process/ns/net -ef /proc/self/ns/net ] && exec kill -9 ${process#/proc/}
 done 2> /dev/null; exit 1";

@@ -23,10 +23,11 @@ const CERTIFICATE_LIFE: &str = "40";
 const CONNECTIONS: &str = "0..500";
 /// The time from the removal of a pod until the last request to it, in 99 of 100 cases.
 const MAX_REMOVAL: Duration = Duration::from_secs(1);
-/// What the memory of a process may gain between the second and the last quarter of the time.
+/// The maximum growth of the memory of a process between the second and the last quarter of the
+/// time.
 const MAX_GROWTH: f64 = 1.1;
 const MAX_GROWTH_KB: f64 = 2048.0;
-/// What the number of its descriptors may gain.
+/// The maximum growth of the number of its descriptors.
 const MAX_DESCRIPTORS: f64 = 10.0;
 
 /// Prints name, number, memory in KiB and descriptors of each process of the mesh.

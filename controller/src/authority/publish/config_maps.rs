@@ -1,9 +1,9 @@
-//! The roots in a ConfigMap in each namespace with meshed pods, and in that of the mesh, for the
-//! command line. Where a label of the namespace enables injection, before the first pod: a kubelet
-//! that does not find the ConfigMap logs `FailedMount` and tries again later.
+//! The roots in a ConfigMap in each namespace with meshed pods, and in the namespace of the mesh,
+//! for the command line. Where a label of the namespace enables injection, before the first pod: a
+//! kubelet that does not find the ConfigMap logs `FailedMount` and tries again later.
 //!
 //! A namespace with errors is retried and does not delay others. ConfigMaps that this mesh has
-//! published are kept up to date, with meshed pods or without; those of others are left alone.
+//! published are kept up to date, with meshed pods or without; other ConfigMaps are left alone.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;

@@ -118,7 +118,7 @@ fn disjoint_roots_warning(places: &[String]) -> Option<String> {
     let listed = listed.join(", ");
     (!places.is_empty()).then(|| {
         format!(
-            "the trust roots in {listed}{more} have none in common with those of the current CA: the former CA was lost, replaced while no \
+            "the trust roots in {listed}{more} have none in common with the roots of the current CA: the former CA was lost, replaced while no \
              controller was running, or replaced by a forced rotation (`mesh identity` says which). New pods trust the new root only. Running \
              proxies get it, and a new certificate, when they reconnect, which takes up to two minutes; until then, requests between them and \
              new pods fail. To keep the former CA: write it back to tls.crt, tls.key and ca.crt. To replace a CA without this: write the new \

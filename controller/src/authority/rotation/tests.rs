@@ -588,7 +588,7 @@ fn ca_of_the_future_is_due_by_the_trusted_time_only() {
         assert_eq!(step.unwrap(), Step::Wait(vec![]), "{ahead:?}");
         let announced = written(&future, &all_current(), start());
         assert_eq!(announced.rotation.phase, Phase::Announcing);
-        // What it signs is worth nothing.
+        // Certificates that it signs are worthless.
         let evidence = with(|report| report.not_acknowledged = names("proxy shop/web"));
         let switched = written(&announced, &evidence, start());
         assert_eq!(switched.rotation.phase, Phase::Switched);

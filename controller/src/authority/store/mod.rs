@@ -68,7 +68,7 @@ pub trait Store: Send + Sync + 'static {
     /// The time of the server of the store, if it has one and responds.
     fn date(&self) -> impl Future<Output = Option<SystemTime>> + Send;
 
-    /// What shows that the mesh had a CA before: published roots, reports of replicas.
+    /// The traces of an earlier CA of the mesh: published roots, reports of replicas.
     fn traces(&self) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send;
 
     /// Replaces all fields and removes the request, unless the store has changed since `before` was

@@ -40,12 +40,12 @@ const REVIEW_INTERVAL: Duration = Duration::from_secs(2);
 /// Attempts at a time. Namespaces take turns.
 const MAX_ATTEMPTS: usize = 16;
 
-/// What the operator of the mesh allows.
+/// The sources of keys that the operator of the mesh allows.
 #[derive(Clone, Debug, Default)]
 pub struct Allowed {
     /// URLs of keys.
     pub urls: BTreeSet<String>,
-    /// Those whose hosts may have private addresses.
+    /// URLs whose hosts may have private addresses.
     pub private_urls: BTreeSet<String>,
     /// A file with the certificates of CAs, in PEM.
     pub roots: PathBuf,
@@ -53,7 +53,7 @@ pub struct Allowed {
 
 /// Fetches keys.
 pub struct Fetcher {
-    /// None: Secrets cannot be read.
+    /// The client for Secrets. `None`: Secrets cannot be read.
     client: Option<Client>,
     allowed: Allowed,
 }
@@ -115,7 +115,8 @@ impl Fetcher {
                 keys.len()
             ));
         }
-        // More may read the status than the Secret, of which what a parser says may be a part.
+        // An error of the parser may contain a part of the Secret, and more accounts may read the
+        // status.
         let public = Keys::public(keys.as_bytes());
         public.map_err(|_| "it is no JWK set with a public key for tokens".to_owned())
     }
@@ -200,7 +201,7 @@ async fn get(
     }
 }
 
-/// The text of an error of TLS. Those about the validity of a certificate have the time in them, and
+/// The text of an error of TLS. Errors about the validity of a certificate contain the time, and
 /// each change of a status is a write.
 fn tls_error(error: &io::Error) -> String {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref());

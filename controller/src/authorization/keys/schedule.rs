@@ -1,6 +1,7 @@
-//! When to fetch the keys of which source: every minute, and those of a URL sooner if proxies report
-//! tokens of unknown keys. Each source has limits of its own, whatever the number of reports: clients
-//! choose the key IDs of their tokens. Also what was fetched. Pure: the caller passes the clock.
+//! The schedule for fetching the keys of sources: every minute, and sooner for a URL if proxies
+//! report tokens of unknown keys. Each source has limits of its own, whatever the number of
+//! reports: clients choose the key IDs of their tokens. It also has the fetched keys. Pure: the
+//! caller passes the clock.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -279,7 +280,7 @@ mod tests {
         let start = Instant::now();
         let mut schedule = schedule(&sources, start);
         all.iter().for_each(|source| schedule.request(source));
-        assert_eq!(schedule.reported(start), [""; 0], "those of other replicas");
+        assert_eq!(schedule.reported(start), [""; 0], "of other replicas");
         schedule.report(&url(7), start);
         assert_eq!(schedule.reported(start), ["https://id.example.com/7"]);
         assert_eq!(schedule.reported(start + SHARE_TIME), [""; 0]);

@@ -10,7 +10,7 @@ use crate::fields::one_of;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{refuse, unsupported};
 
-/// Of each list of conditions.
+/// The maximum number of entries in each list of conditions.
 const MAX_CONDITIONS: usize = 32;
 
 pub(super) fn request(spec: RequestMatch, field: &str) -> Result<proto::RequestMatch, Rejection> {

@@ -12,7 +12,7 @@ use crate::routes::model::Rejection;
 use crate::routes::parse::{bounded, refuse};
 
 const MAX_TARGETS: usize = 16;
-/// Of a selector.
+/// The maximum number of labels in a selector, and of values of a label.
 const MAX_LABELS: usize = 32;
 const MAX_LABEL_VALUES: usize = 64;
 /// Labels and values in the selectors of all targets: each change judges them under the lock of the

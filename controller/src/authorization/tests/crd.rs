@@ -19,11 +19,11 @@ pub(crate) const HOST: &str =
     "^([*][.])?[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?([.][A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*$";
 pub(crate) const METHOD: &str = "^[A-Z0-9!#$%&'*+\\-.^_\\x60|~]+$";
 pub(crate) const PATH: &str = "^[^?#\\\\]+$";
-/// What stands before a path, or nothing: visible characters but for `?` and `#`.
+/// A prefix of a path, or nothing: visible characters except `?` and `#`.
 pub(crate) const PATH_PREFIX: &str = r#"^(/[!"$->@-~]*)?$"#;
 pub(crate) const GRPC: &str = "^[A-Za-z0-9_.]+$";
 
-/// What the fields of a policy require of each other.
+/// The rules between the fields of a policy.
 pub(crate) fn policies() -> Value {
     let all = [
         (

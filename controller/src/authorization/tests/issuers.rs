@@ -39,7 +39,7 @@ fn issuers_and_claims_are_those_of_the_policy() {
         }],
     };
     assert_eq!(policy.issuers, [issuer]);
-    // Proxies that know no issuers know none of its rules.
+    // Proxies that know no issuers do not know any of its rules.
     assert_eq!(policy.rules[0].revision, 2);
     let claims = policy.rules[0].requests[0].claims.iter();
     let claims: Vec<_> = claims

@@ -49,8 +49,9 @@ impl Index {
         }
     }
 
-    /// The meshed pods that no ALLOW covers and whose default is to allow, with the ALLOW policies of
-    /// their namespace that name a Service without pods: all of them may be open by mistake.
+    /// The meshed pods without an ALLOW policy whose default is to allow, with the ALLOW policies
+    /// of their namespace that name a Service without pods. All of these pods may be open by
+    /// mistake.
     pub fn opened(&self) -> Vec<(&Key, String, Vec<&Key>)> {
         let mut opened = Vec::new();
         for policy in self.authorizations.objects.values() {
@@ -108,7 +109,7 @@ impl Index {
 }
 
 impl Covering {
-    /// Adds a pod at these ports. None: all.
+    /// Adds a pod at these ports. An empty list: all ports.
     fn add(&mut self, policy: &AuthorizationPolicy, pod: &Pod, ports: Vec<u32>) {
         let add = |one: &mut Coverage, outcome| one.add(&policy.key.namespace, &pod.key, &outcome);
         if pod.identity.is_none() {

@@ -65,7 +65,7 @@ fn pods_have_the_limits_of_the_services_of_their_namespace_that_select_them() {
         labels: BTreeMap::new(),
         ..ready("other")
     };
-    // Whoever writes a slice: it makes no pod a pod of the Service.
+    // A slice makes no pod a pod of the Service, whatever program writes it.
     let hostile = slice("hostile", "web", 8080, vec![endpoint("10.0.0.9", "other")]);
     let mut index = index([
         Object::Service(service("web", &["10.96.0.7"])),

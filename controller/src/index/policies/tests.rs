@@ -349,7 +349,7 @@ fn invalid_section_has_no_effect_and_the_rest_applies() {
     ]);
     let effective = index.policy(&key("web")).unwrap();
     let connections = effective.backend.as_ref().unwrap().connections.unwrap();
-    assert_eq!(connections.max_requests, Some(7), "that of the namespace");
+    assert_eq!(connections.max_requests, Some(7), "of the namespace");
     let routes = destination(&index, "10.96.0.7:80").routes.unwrap();
     assert_eq!(routes.rules[0].message().request_timeout, 5_000);
     let statuses = index.route_statuses();

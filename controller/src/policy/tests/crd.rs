@@ -1,8 +1,8 @@
-//! The definitions of the custom resources of the mesh, from the types of their fields, and that of
-//! TrafficPolicy. Tests compare them with the files of `manifests/crds`;
+//! The definitions of the custom resources of the mesh, from the types of their fields, and the
+//! definition of TrafficPolicy. Tests compare them with the files of `manifests/crds`;
 //! `UPDATE_CRDS=1 cargo test -p diy-mesh-controller crd` rewrites these files.
 //!
-//! The types here are those of the Gateway API, with schemas of their own.
+//! The types here are types of the Gateway API, with schemas of their own.
 
 #![allow(dead_code)]
 
@@ -220,7 +220,7 @@ pub(crate) struct Backend {
     port: BackendPort,
     /// The host.
     external_hostname: ExternalHostname,
-    /// The protocol of the requests, which proxies keep. Default: that of the route.
+    /// The protocol of the requests, which proxies keep. Default: the protocol of the route.
     #[schemars(extend("enum" = ["HTTP", "HTTP11", "HTTP2", "H2C", "GRPC", "TCP"]))]
     protocol: Option<String>,
     /// TLS to the host. Default: plaintext.
@@ -266,7 +266,7 @@ struct ServerName(#[schemars(regex(pattern = HOSTNAME), length(max = 253))] Stri
 /// TLS to a host.
 #[derive(JsonSchema)]
 struct BackendTls {
-    /// None, or ServerOnly: proxies verify the certificate of the host.
+    /// The mode None, or ServerOnly: proxies verify the certificate of the host.
     #[schemars(extend("enum" = ["None", "ServerOnly"]))]
     mode: String,
     /// How the certificate is verified.
@@ -277,7 +277,7 @@ struct BackendTls {
 #[derive(JsonSchema)]
 #[serde(rename_all = "camelCase")]
 struct BackendTlsValidation {
-    /// The name in the certificate. Default: that of the host.
+    /// The name in the certificate. Default: the name of the host.
     hostname: Option<ServerName>,
     /// System (default): the public certificate authorities.
     #[serde(rename = "wellKnownCACertificates")]
@@ -330,7 +330,7 @@ pub(crate) struct Match {
     {
         "rule": format!("{PLAIN} || \
                  self.value.matches(\"^([-A-Za-z0-9/._~!$&'()*+,;=:@]|%[0-9a-fA-F]{{2}})*$\")"),
-        "message": "a path has no query, no fragment, and no other characters than those of RFC 3986",
+        "message": "a path has no query, no fragment, and only characters of RFC 3986",
     },
 ]))]
 struct PathMatch {
@@ -462,7 +462,7 @@ fn status() -> Value {
     let text = |max: u32| json!({"type": "string", "maxLength": max});
     let number = || json!({"type": "integer", "format": "int64", "minimum": 0});
     json!({
-        "description": "What the controllers of meshes say about the policy.",
+        "description": "The conditions of the policy from the controllers of meshes.",
         "type": "object", "required": ["ancestors"],
         "properties": {"ancestors": {
             "type": "array", "maxItems": 16, "x-kubernetes-list-type": "atomic",
@@ -513,7 +513,7 @@ fn simplify(schema: &mut Value) {
             {
                 fields.remove("additionalProperties");
             }
-            // Those of the Rust types are no values of the API.
+            // Defaults of the Rust types are no values of the API.
             if fields
                 .get("enum")
                 .is_none_or(|all| all.as_array() != Some(&vec![json!("")]))
@@ -625,7 +625,7 @@ mod tests {
         assert!(count > 80, "{count} fields");
     }
 
-    /// What the API server accepts, the controller accepts too, and the other way round.
+    /// The API server and the controller accept the same values.
     #[test]
     fn limits_of_numbers_are_those_of_the_controller() {
         let definition = definition();

@@ -1,5 +1,5 @@
-//! What the replicas tell each other about the proxies that are connected to them, so that the one
-//! that writes conditions knows all pods. Pure.
+//! Messages between replicas about the proxies that are connected to them. The replica that writes
+//! conditions knows all pods by them. Pure.
 //!
 //! A page of it is a part of each report of a replica. With many objects, the pages follow each other.
 
@@ -15,7 +15,7 @@ use crate::policy::Target;
 /// The length of a page. A report is an annotation.
 const MAX_PAGE_BYTES: usize = 64 * 1024;
 
-/// What a review has found, with the generations of the objects.
+/// The findings of a review, with the generations of the objects.
 type Found = BTreeMap<Subject, (i64, Progress)>;
 
 /// The kind, namespace and name of an object, and of its target, which has no name if it is the
@@ -44,7 +44,7 @@ impl From<Id> for Subject {
     }
 }
 
-/// What one replica has found about the objects in a range.
+/// The findings of one replica about the objects in a range.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Page {
@@ -62,7 +62,7 @@ impl Page {
     }
 }
 
-/// What this replica tells, and what the others have told.
+/// The findings that this replica sends, and the findings of the others.
 #[derive(Debug, Default)]
 pub struct Exchange {
     own: Found,
@@ -105,8 +105,8 @@ impl Exchange {
         }
     }
 
-    /// What all replicas have found. Pods of which another replica knows another generation have not
-    /// acknowledged the one of this replica.
+    /// The findings of all replicas. If another replica knows another generation of an object, its
+    /// pods have not acknowledged the generation of this replica.
     pub(super) fn merge(&mut self, own: Found) -> Found {
         let mut all = own.clone();
         self.own = own;

@@ -298,7 +298,7 @@ async fn policies_with_limits_that_a_pod_does_not_have_say_so() {
         replica (a pod has the rate limits of the 15 oldest Services that select it, at most 128 KiB)";
     let youngest = || "TrafficPolicy shop/p14 at s14".to_owned();
     assert_eq!(conditions(&hub), [(youngest(), message.to_owned())]);
-    // A proxy of an older release has none of them, which is said first.
+    // A proxy of an older release has no rate limits. The message says so first.
     let _old = stream(&hub, &Key::new("shop", "replica"), OLD, &[]);
     review(&hub).await;
     let all = conditions(&hub);
@@ -749,7 +749,7 @@ async fn hostile_proxies_cause_a_write_each_ten_seconds_at_most() {
     written.end().await;
 }
 
-/// What `pods` proxies do with these objects.
+/// The findings for these objects with the same outcome at `pods` proxies.
 fn found(names: &[&str], pods: usize, outcome: &Outcome) -> BTreeMap<Subject, (i64, Progress)> {
     let of = |name: &&str| {
         let subject = Subject {
@@ -789,7 +789,7 @@ fn number_of_changes_is_limited_and_the_oldest_come_first() {
     let (mut reports, start) = (Reports::default(), Instant::now());
     let mut written = Vec::new();
     for tick in 0..5 {
-        // What is written differs again at once.
+        // Written states differ again at once.
         let outcome = Outcome::Rejected(tick.to_string());
         let now = start + REVIEW_INTERVAL * tick;
         let changed = reports.update(now, found(&names, 1, &outcome), BTreeMap::new());

@@ -1,4 +1,4 @@
-//! XBackends and TrafficPolicies with `backend`: what of them is accepted, and what proxies are told.
+//! XBackends and TrafficPolicies with `backend`: the accepted fields, and the messages for proxies.
 
 use diy_mesh_proto::mesh::v1::{ExternalBackend, ExternalTls};
 
@@ -25,7 +25,7 @@ fn of_spec(kind: Kind, spec: &Value) -> Backend {
     backend(meta, spec, "mesh.test")
 }
 
-/// The message begins with a field of an XBackend, or with that of a TrafficPolicy.
+/// The message begins with a field of an XBackend or of a TrafficPolicy.
 fn assert_names(rejection: &Rejection, kind: Kind, field: &str) {
     let field = match kind {
         Kind::TrafficPolicy => field.replacen("spec.", "spec.backend.", 1),

@@ -40,7 +40,7 @@ fn attached(routes: &[Route]) -> Attachment {
     attach_to(&selecting(), routes)
 }
 
-/// What the pods are told at a port. `None`: nothing.
+/// The policy for the pods at a port. `None`: there is none.
 fn told(attachment: &Attachment, port: u16) -> Option<AuthorizationPolicy> {
     let rules = attachment.protected.get(&port)?;
     Some(rules.message.clone())
@@ -378,7 +378,7 @@ fn rule_that_sends_to_other_pods_is_not_accepted_with_the_filter() {
             json!([{"name": "web"}]),
             Some("the rule sends requests to an invalid backend"),
         ),
-        // 500 for clients of the Service, and no other pods.
+        // Clients of the Service get 500, and requests do not reach other pods.
         (json!([]), None),
     ] {
         let (message, attachment) = problem(to(backends));

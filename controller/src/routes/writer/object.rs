@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::index::object::Kind;
 
-/// What is compared: the references and the status. The rest of the spec is skipped.
+/// The compared fields: the references and the status. The rest of the spec is skipped.
 #[derive(Deserialize)]
 pub(super) struct Stored {
     metadata: Metadata,

@@ -1,4 +1,5 @@
-//! What the writer knows of the cluster, and which statuses it writes next. Pure but for the clock.
+//! The state of the cluster as the writer knows it, and the statuses that it writes next. Pure
+//! except for the clock.
 
 use std::collections::hash_map::RandomState;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,8 +1,8 @@
 //! Which objects are written next. Pure but for the clock.
 //!
-//! Namespaces take turns: a namespace with many objects to write delays those of another one by one
-//! write for each of its own. An object whose write fails waits, and delays no other one. A
-//! namespace whose writes time out, for example at a webhook, waits as a whole.
+//! Namespaces take turns: a namespace with many objects delays each write for another namespace by
+//! one write. An object whose write fails waits, and does not delay others. A namespace whose
+//! writes time out, for example at a webhook, waits as a whole.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::routes::attach::RouteId;
 /// Objects that are written before their states are read again.
 const MAX_BATCH: usize = 50;
 
-/// Whose turn it is, and what waits.
+/// The turns of namespaces and objects, and the objects that wait.
 #[derive(Default)]
 pub(super) struct Schedule {
     failed: BTreeMap<RouteId, (Instant, Backoff)>,
@@ -31,7 +31,7 @@ pub(super) struct Schedule {
     turns: Turns,
 }
 
-/// Whose turn it is: the next namespace, and in it the next object, come after the last ones.
+/// The last turns: the next namespace, and in it the next object, come after the last ones.
 #[derive(Default)]
 struct Turns {
     namespace: Arc<str>,

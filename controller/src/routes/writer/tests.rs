@@ -360,7 +360,7 @@ async fn each_written_problem_is_one_event_about_the_route() {
     assert!(fixture.queue.try_recv().is_none(), "no problem");
     fixture.set(vec![desired(2, false)]);
     fixture.until("is written", is_written(2)).await;
-    // Of several changes and resyncs without another status.
+    // Several changes and resyncs without another status.
     for _ in 0..3 {
         fixture.set(vec![desired(2, false)]);
         fixture.calls().await;
@@ -529,7 +529,7 @@ async fn namespace_with_many_routes_does_not_delay_others() {
         });
         of_big.chain([desired(generation, true)]).collect()
     };
-    // The writes before that of shop/web.
+    // The number of writes before the write of shop/web.
     let writes_before = |fixture: &Fixture| {
         let calls = fixture.server.take_calls();
         let mut puts = calls.iter().filter(|call| call.starts_with("PUT "));

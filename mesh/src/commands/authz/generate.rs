@@ -93,7 +93,7 @@ fn comments(policies: &[Value]) -> String {
     comments.collect()
 }
 
-/// The policies of all groups. What they lack is added to `notes`.
+/// The policies of all groups. Notes about missing calls are added to `notes`.
 fn policies(observed: &Observed, mode: Mode, notes: &mut Vec<String>) -> Vec<Value> {
     let fields = json!({"mode": format!("{mode:?}")});
     allowing(observed, "observed", &fields, notes, |group, notes| {
@@ -181,7 +181,7 @@ pub(crate) fn unique(
         .expect("there is always another number")
 }
 
-/// What a caller asked for at a port: paths, each with the methods.
+/// The requests of a caller at a port: paths, each with the methods.
 type Requests = BTreeMap<String, BTreeSet<String>>;
 
 /// A rule for each port, and for the callers that asked for the same.

@@ -1,8 +1,9 @@
-//! The order in which the demo starts workloads: those of Services first, then their clients. Pure.
+//! The order in which the demo starts workloads: workloads of Services first, then their clients.
+//! Pure.
 
 use serde_json::Value;
 
-/// The pod of a workload, or its template. None for other objects.
+/// The pod of a workload, or its template. `None` for other objects.
 pub fn pod(object: &Value) -> Option<&Value> {
     match object["kind"].as_str() {
         Some("Pod") => Some(object),
@@ -11,8 +12,8 @@ pub fn pod(object: &Value) -> Option<&Value> {
     }
 }
 
-/// Removes and returns the workloads that no Service selects. None are removed if no Service selects
-/// any workload.
+/// Removes and returns the workloads that no Service selects. Removes no workload if no Service
+/// selects any.
 pub fn take_clients(objects: &mut Vec<Value>) -> Vec<Value> {
     let is_service = |object: &&Value| object["kind"] == "Service";
     let services: Vec<Value> = objects.iter().filter(is_service).cloned().collect();

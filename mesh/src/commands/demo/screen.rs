@@ -15,7 +15,7 @@ use crate::commands::{
 };
 use diy_mesh_sandbox::protocol::{PodView, Source};
 
-/// What the demo prints.
+/// The amount of output of the demo.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detail {
     /// The summary.
@@ -67,7 +67,7 @@ impl Screen {
         }
     }
 
-    /// What the demo prints.
+    /// The amount of output of the demo.
     pub fn detail(&self) -> Detail {
         self.detail
     }
@@ -164,7 +164,7 @@ impl Screen {
         format!("{before}{line}{parts}{}", if is_block { "\n" } else { "" })
     }
 
-    /// What each container printed about an exchange, from the caller to the callee.
+    /// The output of each container about an exchange, from the caller to the callee.
     fn parts(&self, exchange: &Exchange, names: &Names) -> String {
         let outputs = [
             exchange.caller_output.clone(),
@@ -267,7 +267,7 @@ impl Screen {
         lines.map(|line| format!("  {prefix} {line}\n")).collect()
     }
 
-    /// The warnings and errors of the mesh, except those of the start.
+    /// The warnings and errors of the mesh, except the ones of the start.
     fn warnings(&mut self, output: &Output, names: &Names) -> String {
         let is_warning = |line: &&String| line.contains(" WARN ") || line.contains(" ERROR ");
         let lines: Vec<String> = output.lines.iter().filter(is_warning).cloned().collect();

@@ -19,7 +19,7 @@ pub struct Summary {
 struct Statistics {
     exchanges: u32,
     failures: u32,
-    /// Of the complete exchanges.
+    /// The number of complete exchanges, their total duration, and how many of them had mutual TLS.
     complete: u32,
     milliseconds: f64,
     mutual_tls: u32,

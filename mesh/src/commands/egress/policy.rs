@@ -12,7 +12,7 @@ use crate::{
     egress::{Destination, destinations},
 };
 
-/// The policies of all groups. What they lack is added to `notes`.
+/// The policies of all groups. Notes about missing calls are added to `notes`.
 pub(super) fn policies(observed: &Observed, mode: Mode, notes: &mut Vec<String>) -> Vec<Value> {
     let fields = json!({"direction": "Outbound", "mode": format!("{mode:?}")});
     allowing(observed, "egress", &fields, notes, |group, notes| {

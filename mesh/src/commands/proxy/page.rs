@@ -1,4 +1,4 @@
-//! The text of `mesh proxy`. Pure. What a proxy tells may be hostile: the tables escape it.
+//! The text of `mesh proxy`. Pure. Data of a proxy may be hostile: the tables escape it.
 
 use diy_mesh_model::state::{Certificate, Cut, Destination, Discovery, Endpoint, Inbound, State};
 
@@ -183,7 +183,7 @@ fn omitted(count: usize, indent: &str) -> Option<Vec<Cell>> {
 }
 
 fn endpoint(endpoint: &Endpoint, circuit_open_ms: Option<f64>) -> Vec<Cell> {
-    // Of "spiffe://DOMAIN/ns/NAMESPACE/sa/ACCOUNT", the part that differs.
+    // The part of "spiffe://DOMAIN/ns/NAMESPACE/sa/ACCOUNT" that differs.
     let identity = endpoint.identity.as_deref().unwrap_or_default();
     let identity = identity
         .split_once("/ns/")

@@ -28,7 +28,7 @@ pub struct Model {
 pub struct Line {
     /// One name, or both ends of an edge.
     pub names: Vec<String>,
-    /// Of the latest sample.
+    /// The rates of the latest sample.
     pub rates: Rates,
     /// The samples before, and the latest one at the end.
     history: VecDeque<Rates>,
@@ -69,7 +69,7 @@ impl Model {
         &self.lines
     }
 
-    /// What the first row says whose failures or latency have jumped.
+    /// The message about the first row whose failures or latency have jumped.
     pub fn banner(&self) -> Option<String> {
         self.lines.iter().find_map(Line::jump)
     }
@@ -94,7 +94,7 @@ impl Line {
         self.history.len() >= MAX_HISTORY && history.all(|one| one.requests_per_second <= 0.0)
     }
 
-    /// What to say if the latest sample is much worse than the median of those before.
+    /// The message if the latest sample is much worse than the median of the samples before.
     fn jump(&self) -> Option<String> {
         let before = self.history.len().checked_sub(1)?;
         let before = self.history.iter().take(before);
@@ -193,7 +193,7 @@ mod tests {
         assert_eq!(after(10, rates(9.0, 0.99, 39.0)), None);
         assert_eq!(after(10, rates(9.0, 1.0, 5.0)), None);
         assert_eq!(after(10, rates(0.0, 0.0, 0.0)), None);
-        // What lasts for a minute is usual.
+        // Failures that last for a minute are usual.
         let mut model = Model::default();
         for _ in 0..40 {
             model.update(vec![row("web", failing())]);

@@ -24,11 +24,11 @@ const TCP_WIDTH: u16 = 13;
 const HELP: &str = "up/down select   Enter latest failure   q quit";
 const PAGE_HELP: &str = "up/down scroll   Esc back";
 
-/// What is shown.
+/// The content of the screen.
 pub struct Screen {
     pub by: By,
     pub model: Model,
-    /// What is missing or was sampled.
+    /// Notes about missing or sampled data.
     pub notes: Vec<String>,
     /// The opaque connections of the latest sample.
     pub tcp: Vec<TcpRow>,
@@ -38,7 +38,7 @@ pub struct Screen {
     page: Option<(String, u16)>,
 }
 
-/// What a key asks for.
+/// The action that a key asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Asked {
     Nothing,
@@ -146,7 +146,7 @@ impl Screen {
         Layout::vertical([Constraint::Min(1), tcp]).areas(body)
     }
 
-    /// Those without mutual TLS first.
+    /// The table of opaque connections, first the rows without mutual TLS.
     fn tcp_table(&self) -> Table<'_> {
         let mut rows: Vec<&TcpRow> = self.tcp.iter().collect();
         rows.sort_by(|one, other| {

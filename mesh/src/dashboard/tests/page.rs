@@ -374,7 +374,7 @@ async fn page_is_readable_in_light_and_dark() {
     .await;
 }
 
-/// What is wrong in the graph: lines behind nodes, and texts that are longer than their place.
+/// The errors in the graph: lines behind nodes, and texts that are longer than their place.
 const HIDDEN: &str = "(() => {
     const nodes = [...document.querySelectorAll('.node')].map((node) => {
         const { e: x, f: y } = node.transform.baseVal.consolidate().matrix;

@@ -1,4 +1,4 @@
-//! What a policy may contain.
+//! The contents that a policy may have.
 
 use super::*;
 use crate::authorization::check;

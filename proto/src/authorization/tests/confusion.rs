@@ -1,9 +1,9 @@
-//! Paths that servers and proxies read in different ways. None passes. The numbers in comments are
-//! those of the list of failures of other meshes.
+//! Paths that servers and proxies read in different ways. No policy lets them pass. The numbers in
+//! comments refer to the list of failures of other meshes.
 
 use super::*;
 
-/// Asserts that none of the requests passes a policy with this condition, and returns their number.
+/// Asserts that no request passes a policy with this condition, and returns the number of requests.
 pub(super) fn none_passes<'a, T: ?Sized + 'a>(
     action: Action,
     condition: &RequestMatch,

@@ -119,7 +119,7 @@ fn what_is_no_condition_on_a_destination_is_refused() {
         let refused = check_egress(&policy).map_err(|violation| violation.field);
         assert_eq!(refused, Err(field.into()));
     }
-    // A name is none of a client.
+    // A name is no condition on a client.
     let inbound = of(Action::Allow, vec![rule(vec![host("a.test")], &[])]);
     assert!(check(&inbound).is_err());
 }

@@ -7,7 +7,7 @@ use super::*;
 use crate::mesh::v1::authorization_source::Kind as SourceKind;
 use crate::mesh::v1::authorized_field::Kind as FieldKind;
 
-/// What is asked of a rule.
+/// The question about a rule.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Ask {
     May,

@@ -1,5 +1,5 @@
-//! Methods, hosts, fields and clients that servers and proxies read in different ways. None passes.
-//! The numbers in comments are those of the list of failures of other meshes.
+//! Methods, hosts, fields and clients that servers and proxies read in different ways. No policy
+//! lets them pass. The numbers in comments refer to the list of failures of other meshes.
 
 use super::confusion::none_passes;
 use super::*;

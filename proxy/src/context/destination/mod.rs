@@ -1,6 +1,6 @@
-//! Step 2, outbound: the backends of one worker: those of original destination addresses, which
-//! discovery resolves to a Service or a pod, and those of routes. Idle ones are evicted. This module
-//! opens no connections.
+//! Step 2, outbound: the backends of one worker, for original destination addresses and for routes.
+//! Discovery resolves an address to a Service or a pod. Idle ones are evicted. This module opens no
+//! connections.
 
 #[cfg(test)]
 mod tests;
@@ -191,7 +191,7 @@ impl Destinations {
         self.pools.evict_idle(now);
     }
 
-    /// The entry for `resource`. None if all entries are in use and the limit is reached.
+    /// The entry for `resource`, or `None` if all entries are in use and the limit is reached.
     fn entry(&self, resource: Resource) -> Option<Rc<Entry>> {
         let mut entries = self.entries.borrow_mut();
         if let Some(entry) = entries.get(&resource) {
@@ -205,8 +205,8 @@ impl Destinations {
         (entries.len() < self.limit).then(|| entries.entry(resource).or_default().clone())
     }
 
-    /// Removes backends that are neither in use nor connected, once there are many more than those of
-    /// the last time.
+    /// Removes backends that are neither in use nor connected, once there are many more backends than
+    /// after the last removal.
     fn release_unconnected(&self) {
         let mut entries = self.entries.borrow_mut();
         if entries.len() < self.release_at.get() {

@@ -1,4 +1,4 @@
-//! What metrics take from the record of an exchange.
+//! The metrics that the record of an exchange updates.
 
 use std::time::{Duration, Instant};
 

@@ -198,7 +198,8 @@ impl ExchangeRecord {
         }
     }
 
-    /// The class of the error, as in metrics. Of a client, more statuses are errors. Empty: none.
+    /// The class of the error, as in metrics. For the span of a client, more statuses are errors.
+    /// Empty: no error.
     fn error(&self) -> &str {
         let grpc = self.grpc.status();
         let status = self.ended.status.as_ref().map_or("", StatusCode::as_str);
@@ -211,8 +212,9 @@ impl ExchangeRecord {
     }
 }
 
-/// The parent as the application gets it without a span of the proxy: the application does not sample
-/// what an unauthenticated client wants to have sampled. None: as it is.
+/// The parent as the application gets it without a span of the proxy: the application does not
+/// sample a request for which an unauthenticated client asks for sampling. `None`: the parent stays
+/// as it is.
 fn unsampled(flow: &Flow, parent: Option<SpanContext>) -> Option<Box<HeaderValue>> {
     let is_untrusted = flow.caller == Caller::Unauthenticated;
     let parent = parent.filter(|parent| is_untrusted && parent.sampled == Some(true))?;

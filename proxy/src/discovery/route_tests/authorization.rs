@@ -139,7 +139,7 @@ impl App {
         app
     }
 
-    /// What it has got: connections and bytes.
+    /// The numbers of received connections and bytes.
     fn got(&self) -> (usize, usize) {
         (self.connections.get(), self.received.borrow().len())
     }

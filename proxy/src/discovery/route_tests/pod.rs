@@ -1,5 +1,5 @@
-//! The pod of an application with its proxy, which a test configures as the controller does, and to
-//! which callers have connections.
+//! The pod of an application with its proxy. A test configures the proxy as the controller does,
+//! and callers have connections to it.
 
 use diy_mesh_model::identity::Identity;
 use proto::workload::InboundMode;

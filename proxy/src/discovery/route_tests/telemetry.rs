@@ -252,7 +252,7 @@ fn tracing(numerator: u32) -> proto::Telemetry {
     }
 }
 
-/// A pod whose proxy finds the backends of a mesh: the collector, and that of all routes.
+/// A pod whose proxy finds the backends of a mesh: the collector, and the backend of all routes.
 async fn traced(mesh: &Mesh, app: SocketAddr, telemetry: proto::Telemetry) -> Pod {
     let mut pod = Pod::with(app, |context| WorkerContext {
         discovery: Discovery {

@@ -32,7 +32,7 @@ pub(super) struct Entry {
     /// Version of the target in `sender`; empty if there is none to resume from.
     pub(super) version: String,
     pub(super) order: Order,
-    /// The state on the stream, if it is older than the target in `sender`: that of a replica of the
+    /// The state on the stream, if it is older than the target in `sender`: it is from a replica of the
     /// controller that lags behind.
     pub(super) refused: Option<Received>,
     pub(super) phase: Phase,
@@ -46,7 +46,7 @@ pub(super) struct Entry {
     pub(super) is_rejected: bool,
     /// Not 0: its routes are rejected until they may weigh as much.
     pub(super) lacks: usize,
-    /// What it weighs, in its namespace.
+    /// The weight of the resource, charged to its namespace.
     pub(super) charge: Charge,
     pub(super) unused_since: Option<Instant>,
 }
@@ -56,11 +56,11 @@ pub(super) struct Received {
     pub(super) target: Target,
     pub(super) version: String,
     pub(super) position: Position,
-    /// Of its routes and its policy, to be sent when they are in force.
+    /// The acknowledgement of its routes and its policy, to be sent when they are in force.
     pub(super) acknowledgement: Option<Acknowledgement>,
 }
 
-/// What the next response may be.
+/// The expectation for the next response.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Phase {
     /// Subscribed, or about to be on the next stream. The next response is not a delta.
@@ -71,7 +71,7 @@ pub(super) enum Phase {
     OutOfSync,
 }
 
-/// What a state may take.
+/// The bounds of a state.
 #[derive(Clone, Copy)]
 pub(super) struct Bounds {
     /// The endpoints that the resource may have, with those that weigh as much as its table and its
@@ -88,7 +88,7 @@ impl Bounds {
 }
 
 impl Entry {
-    /// What it weighs, with the state of a replica that lags behind.
+    /// The weight of the resource, with the state of a replica that lags behind.
     pub(super) fn weight(&self) -> Weight {
         let refused = self.refused.as_ref();
         let refused = refused.map_or(0, |refused| refused.target.weight());
@@ -113,7 +113,7 @@ impl Entry {
         }
     }
 
-    /// What a state of this namespace may take. In its present namespace, the resource is charged for
+    /// The bounds of a state of this namespace. In its present namespace, the resource is charged for
     /// the least already.
     pub(super) fn bounds(&self, shares: &Shares, namespace: &str, seed: u64) -> Bounds {
         let is_known = namespace == self.charge.namespace();

@@ -4,25 +4,25 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// What all destinations weigh, by the namespace of their Service or pod; those that have none are a
-/// group of their own. The unit is the memory of an endpoint.
+/// The weights of all destinations, by the namespace of their Service or pod. Destinations without
+/// a namespace are a group of their own. The unit is the memory of an endpoint.
 pub(super) struct Shares {
-    /// What they may weigh, for each of the two parts.
+    /// The maximum weight of all destinations together, for each of the two parts.
     pub(super) max: usize,
     total: Weight,
     namespaces: HashMap<Arc<str>, Weight>,
 }
 
-/// What each destination weighs at least, and what it weighs beyond that. The two are shared
-/// separately: many small destinations leave room for the endpoints of others, and large ones leave
-/// room for further destinations.
+/// The least weight of each destination, and its weight beyond that. The two are shared separately:
+/// many small destinations leave room for the endpoints of others, and large ones leave room for
+/// further destinations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Weight {
     pub(super) least: usize,
     pub(super) more: usize,
 }
 
-/// What a destination weighs.
+/// The weight of a destination that its namespace is charged for.
 #[derive(Debug, Default)]
 pub(super) struct Charge {
     namespace: Arc<str>,
@@ -38,15 +38,15 @@ impl Shares {
         }
     }
 
-    /// What all destinations weigh.
+    /// The weight of all destinations.
     #[cfg(test)]
     pub(super) fn total(&self) -> Weight {
         self.total
     }
 
-    /// What a destination of a namespace may weigh in place of `own`, of each part: two thirds of what
-    /// the others of its namespace leave, which has at most three quarters of what the other namespaces
-    /// leave.
+    /// The weight that a destination of a namespace may have in place of `own`, for each part. A
+    /// namespace has at most three quarters of the rest beside the other namespaces. A destination has
+    /// at most two thirds of the rest beside the others of its namespace.
     pub(super) fn limit(&self, namespace: &str, own: &Charge) -> Weight {
         let in_namespace = self.namespaces.get(namespace).copied().unwrap_or_default();
         let is_in_namespace = &*own.namespace == namespace;
@@ -67,7 +67,7 @@ impl Shares {
         }
     }
 
-    /// Replaces what a destination weighs.
+    /// Replaces the weight of a destination.
     pub(super) fn set(&mut self, charge: &mut Charge, namespace: &str, weight: Weight) {
         if &*charge.namespace != namespace || charge.weight != weight {
             self.release(charge);

@@ -783,7 +783,7 @@ fn add(table: &mut Table, number: u32, update: Update) -> Option<(Watched, Vec<S
 }
 
 /// Each of 10,000 destinations had 64 endpoints and large routes, whatever the memory, or one
-/// tenant's Services took what those of others needed.
+/// tenant's Services took memory that the Services of others needed.
 #[test]
 fn destinations_of_a_namespace_leave_memory_to_others() {
     let max = crate::limits::memory::Memory::new(32 << 20).max_endpoints(1);
@@ -815,7 +815,7 @@ fn destinations_of_a_namespace_leave_memory_to_others() {
             "{case}: {taken:?}"
         );
         assert!(taken.more <= max / 4 * 3 + 1000, "{case}: {taken:?}");
-        // What is not used any more is given back.
+        // The weight of unused destinations is released.
         drop((receivers, others));
         table.sweep(Instant::now(), Duration::ZERO);
         assert_eq!(
@@ -1052,7 +1052,7 @@ fn replicas_with_one_stalled_watch_each_do_not_take_turns() {
         assert_eq!(addresses(&receiver), ["10.0.0.1:80"]);
         table.pause(start + MAX_REFUSAL / 10 * (stream + 1));
     }
-    // The time passes, although none of the streams has lasted as long.
+    // The time passes, although no stream has lasted as long.
     let now = start + MAX_REFUSAL;
     table.resume(now, MINUTE);
     assert!(!apply_at(&mut table, now, ("a", 40, 70), "2", second));

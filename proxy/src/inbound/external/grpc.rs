@@ -162,7 +162,7 @@ fn message(answer: &Answer) -> Result<CheckResponse, String> {
         .map_err(|_| "its answer is no CheckResponse".to_owned())
 }
 
-/// The denial in a message of which a part is missing. None: it may allow the request.
+/// The denial in an incomplete message. `None`: the message may allow the request.
 fn denial_of_start(answer: &Answer) -> Option<CheckResponse> {
     let is_grpc = answer.status == StatusCode::OK && answer.missing.is_some();
     let message = answer.body.get(grpc::PREFIX_BYTES..);

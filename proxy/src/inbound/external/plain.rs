@@ -1,4 +1,4 @@
-//! Authorization servers that speak HTTP, as those of nginx's `auth_request` and of GEP-1494: they get
+//! Authorization servers that speak HTTP, as for nginx's `auth_request` and in GEP-1494: they get
 //! the head of the request and the start of its body, and their status decides.
 
 use bytes::{Bytes, BytesMut};

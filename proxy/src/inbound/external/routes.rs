@@ -1,6 +1,7 @@
-//! The authorization servers in the routes of a Service: the rule that a request selects decides which
-//! one is asked about it. The match is that of the client's proxy, for each reading of the method and
-//! the path: a request is asked about if a server may read it as one of the rule. Pure.
+//! The authorization servers in the routes of a Service: the rule that a request selects decides
+//! which one is asked about it. It matches as the client's proxy does, for each reading of the
+//! method and the path: a server is asked if the application may read the request as one of its
+//! rule. Pure.
 
 use std::sync::Arc;
 
@@ -16,9 +17,9 @@ use crate::route::matching::{MatchInput, Matches, path};
 pub struct RouteAuthorizers {
     /// As the routes have them.
     pub matches: Matches,
-    /// With folded paths. None: these are the same.
+    /// The matches with folded paths, or `None` if these are the same.
     pub folded: Option<Matches>,
-    /// The servers of the rules, to which matches refer by index. None: no server is asked.
+    /// The servers of the rules, to which matches refer by index. `None`: no server is asked.
     pub rules: Vec<Option<Arc<Authorizer>>>,
 }
 

@@ -1,5 +1,5 @@
-//! What a dump shows of the messages of one exchange, in bounded memory. `record.rs` fills it and
-//! sends it to the writer, which masks it.
+//! The part of the messages of one exchange that a dump shows, in bounded memory. `record.rs` fills
+//! it and sends it to the writer, which masks it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

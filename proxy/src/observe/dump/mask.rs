@@ -14,7 +14,7 @@ const CREDENTIALS: [&str; 16] = [
     "auth-key",
     "credential",
     "credentials",
-    // Of objects in S3 and Google Cloud Storage.
+    // Keys of objects in S3 and Google Cloud Storage.
     "customer-key",
     "encryption-key",
     "jwt",
@@ -22,7 +22,7 @@ const CREDENTIALS: [&str; 16] = [
     "passwd",
     "password",
     "secret",
-    // Browsers have no other field for the token of a WebSocket.
+    // Browsers have only this field for the token of a WebSocket.
     "sec-websocket-protocol",
     "subscription-key",
     "token",

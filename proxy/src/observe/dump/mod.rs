@@ -74,7 +74,7 @@ pub struct Dumps {
 }
 
 struct Shared {
-    /// Of the arguments.
+    /// The mode in the arguments.
     mode: Mode,
     /// Exchanges that may still be dumped in this second. The writer resets it; 0 forever once the
     /// output has failed.
@@ -207,7 +207,7 @@ fn filter_of(telemetry: &Telemetry) -> Option<&DumpFilter> {
 }
 
 impl Shared {
-    /// What is dumped. Bodies and queries, only if the arguments say so, too.
+    /// The mode of dumps. Bodies and queries are dumped only if the arguments say so, too.
     fn mode_of(&self, telemetry: Option<&Arc<Telemetry>>) -> Mode {
         match telemetry.and_then(|telemetry| telemetry.dump.as_ref()) {
             None => self.mode,

@@ -30,9 +30,10 @@ const DURATIONS: [&str; 4] = [
 /// The labels of a request. Absent values are empty.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RequestLabels {
-    /// Of its connection.
+    /// The direction of its connection.
     pub direction: Direction,
-    /// The rule that it matched. None, and not an empty text, whose references all workers would count.
+    /// The rule that it matched. `None` without a rule: all workers would count the references of an
+    /// empty text.
     pub route: Option<Arc<str>>,
     /// The caller or the Service.
     pub peer: Peer,
@@ -44,7 +45,7 @@ pub struct RequestLabels {
     pub grpc: &'static str,
     /// Why it failed.
     pub error: ErrorType,
-    /// Of the connection to the peer.
+    /// The TLS of the connection to the peer.
     pub tls: TlsKind,
 }
 
@@ -93,7 +94,7 @@ pub struct OpenConnection {
     bytes: [u64; 2],
 }
 
-/// What a connection keeps for its requests.
+/// The counters that a connection keeps for its requests.
 #[derive(Clone, Debug, Default)]
 pub struct Counted {
     caller: OnceCell<Peer>,
@@ -255,8 +256,8 @@ fn peer_labels<'a>(route: Option<&'a str>, peer: &'a Peer) -> [(&'static str, &'
 }
 
 impl RequestLabels {
-    /// Whether all texts are the same ones in memory, as those of a connection's requests usually are:
-    /// to compare them would take longer, most of all empty ones, which have no address.
+    /// Whether all texts are the same ones in memory, as they usually are for the requests of a
+    /// connection. To compare them would take longer, most of all empty ones, which have no address.
     fn is_identical(&self, other: &Self) -> bool {
         let places = |labels: &Self| {
             let Self {
@@ -310,7 +311,7 @@ impl Labels for RequestLabels {
             route: Some(OTHER.into()),
             peer: Peer::other(),
             method: OTHER_VALUE,
-            // The status of a call is that of gRPC.
+            // The status of a call is its gRPC status.
             status: if is_rpc { 0 } else { class },
             grpc: match self.grpc {
                 "" | "OK" => self.grpc,
@@ -355,7 +356,7 @@ impl Labels for ConnectionLabels {
 impl Connections {
     fn add_to(&self, flow: &mut Flow) {
         let read = |counts: &[AtomicU64; 2]| counts.each_ref().map(|count| count.load(Relaxed));
-        // What is closed in the meantime stays open, and is no wrong number.
+        // A connection that is closed in the meantime counts as open, so that no number is wrong.
         let (open, all, bytes) = (read(&self.open), read(&self.all), read(&self.bytes));
         flow.connections += all[0] + all[1];
         flow.connections_mutual_tls += all[1];

@@ -1,6 +1,6 @@
 //! Sets of labels with their values, in a limited number of places. Peers choose a part of the
-//! labels, so a namespace holds at most as many places as are still free: none takes all of them.
-//! What has no place counts in the set of the others. Pure: the caller passes the time.
+//! labels, so a namespace holds at most as many places as are still free: no namespace takes all of
+//! them. A set without a place counts in the set of the others. Pure: the caller passes the time.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};

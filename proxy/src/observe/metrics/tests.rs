@@ -287,7 +287,7 @@ fn a_scrape_stays_within_its_budget_whatever_peers_do() {
         .map(|kind| sum(&format!("{kind}_call_duration_seconds_count")));
     assert_eq!(durations.iter().chain(&calls).sum::<f64>(), requests);
     assert_eq!(sum("diy_mesh_proxy_faults_total"), 600.0);
-    // What has failed is told from what has not, without a place of its own, too.
+    // Failed and successful requests are distinguished without a place of their own, too.
     let other = "service_peer_name=\"other\"";
     for error in ["error_type=\"\"", "error_type=\"_OTHER\""] {
         assert!(

@@ -209,7 +209,7 @@ async fn read(
     let mut reading = std::pin::pin!(reading);
     tokio::select! {
         result = &mut reading => result,
-        // What it has received is still to be read.
+        // The received bytes are still to be read.
         _ = connection => reading.await,
     }
 }

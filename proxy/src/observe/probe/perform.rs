@@ -23,7 +23,7 @@ use super::{Action, Grpc, GrpcMode, HttpGet, KubeletProbe, Pod};
 
 /// The product with which the kubelet's probes identify themselves.
 pub(super) const PROBE_AGENT: &str = "kube-probe/1 (diy-service-mesh)";
-/// That of its lifecycle hooks.
+/// The product of its lifecycle hooks.
 pub(super) const HOOK_AGENT: &str = "kube-lifecycle/1 (diy-service-mesh)";
 
 /// The failure of a probe.
@@ -38,7 +38,7 @@ pub enum ProbeError {
     /// The TLS handshake failed.
     #[error("TLS handshake with {0} failed: {1}")]
     Tls(SocketAddr, io::Error),
-    /// The path or the header fields are not those of an HTTP request.
+    /// The path or the header fields are not valid in an HTTP request.
     #[error("invalid path or header field: {0}")]
     Request(#[from] http::Error),
     /// There is no complete and valid response.

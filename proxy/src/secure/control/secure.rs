@@ -1,5 +1,5 @@
 //! TLS connections to the controller, whose certificate must have the configured identity. Trust
-//! roots are those of the mounted file, read for each connection, and the newest that the
+//! roots are the roots of the mounted file, read for each connection, and the newest roots that the
 //! controller has sent.
 
 use std::net::IpAddr;

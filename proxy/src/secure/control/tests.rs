@@ -308,7 +308,7 @@ async fn follows_root_rotation_and_reports_status_on_a_new_stream() {
         Arc::new(Authority::new("new")),
     );
     let mounted = Mounted::new(&old, &token(WEB_USER));
-    // An address of this test alone: no other test gets the port meanwhile.
+    // An address of this test alone: other tests cannot get the port meanwhile.
     let alone = ([127, 0, 1, 3], 0).into();
     let mut controller = FakeController::start_tls(alone, &old, CONTROLLER).await;
     let signing = Signing {

@@ -1,10 +1,10 @@
 //! Trust roots: one set as [`Roots`], the newest set of the process in [`Trust`]. Roots arrive on
-//! the discovery stream and with each certificate; those of the stream take precedence. Verifies
+//! the discovery stream and with each certificate. Roots from the stream take precedence. Verifies
 //! nothing itself.
 //!
-//! A rotation announces a root before it drops another. Roots that have none in common with the
-//! known ones are those of a mesh that lost its CA: peers learn of them at different times, so the
-//! former roots stay trusted while peers renew their certificates.
+//! A rotation announces a root before it drops another. If new roots have no root in common with
+//! the known ones, the mesh has lost its CA. Peers learn of the new roots at different times, so
+//! the former roots stay trusted while peers renew their certificates.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -168,7 +168,7 @@ impl Default for Trust {
 }
 
 impl Trust {
-    /// Replaces the roots by those of the discovery stream.
+    /// Replaces the roots by roots from the discovery stream.
     pub fn set_from_stream(&self, roots: Roots) {
         self.0.send_modify(|state| {
             state.replace(roots);

@@ -62,8 +62,8 @@ impl Validity {
     }
 }
 
-/// Delay after `failures` consecutive failures. `validity` is that of the current certificate,
-/// `random` is in 0..=1.
+/// Delay after `failures` consecutive failures. `validity` is the validity of the current
+/// certificate, `random` is in 0..=1.
 pub(super) fn retry_delay(validity: Option<Validity>, failures: u32, random: f64) -> Duration {
     let (backoff, scale) = validity.map_or((INITIAL_BACKOFF, 1.0), |validity| {
         (RETRY_BACKOFF, validity.scale())

@@ -360,7 +360,7 @@ async fn applies_new_roots_to_the_current_certificate() {
     proxy.announce(&[&own, &other], "2", "", 0);
     sleep(Duration::from_secs(1)).await;
     assert!(!proxy.credentials.has_changed().unwrap(), "same version");
-    // Roots of the stream take precedence over those of the next certificate.
+    // Roots of the stream take precedence over the roots of the next certificate.
     assert_eq!(
         proxy
             .changed()

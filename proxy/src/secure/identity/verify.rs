@@ -288,8 +288,8 @@ mod tests {
         UnixTime::now()
     }
 
-    /// Results of both verifiers: server, client. That of the client does not depend on the
-    /// expected identity.
+    /// Results of both verifiers: server, client. The client's result does not depend on the expected
+    /// identity.
     fn verify(authority: &Authority, chain: &[CertificateDer<'static>]) -> [Result<(), Error>; 2] {
         let (leaf, intermediates) = chain.split_first().unwrap();
         let name = ServerName::try_from("ignored").unwrap();

@@ -54,8 +54,8 @@ pub fn inspect(bytes: &[u8]) -> Hello {
     Hello::Foreign
 }
 
-/// The server name in the first bytes of a TLS session (RFC 6066, section 3). None while they are a
-/// prefix of a ClientHello; without a name, or if they are anything else, it is empty.
+/// The server name in the first bytes of a TLS session (RFC 6066, section 3). `None` while they are
+/// a prefix of a ClientHello. Empty without a name, or if they are anything else.
 pub fn server_name(mut bytes: &[u8]) -> Option<String> {
     let mut acceptor = Acceptor::default();
     while !bytes.is_empty() {

@@ -72,7 +72,7 @@ struct Key {
     key: LessSafeKey,
     iv: [u8; NONCE_LEN],
     sequence: u64,
-    /// Of TLS 1.2: the bytes of the nonce that each record has.
+    /// In TLS 1.2, the number of nonce bytes in each record.
     tls12: Option<usize>,
 }
 
@@ -106,7 +106,7 @@ impl Key {
         }
     }
 
-    /// What TLS 1.2 authenticates with the next record.
+    /// The additional data that TLS 1.2 authenticates with the next record.
     fn tls12_aad(&self, content_type: u8, length: usize) -> Aad<[u8; 13]> {
         let mut aad = [0; 13];
         aad[..8].copy_from_slice(&self.sequence.to_be_bytes());

@@ -130,7 +130,7 @@ impl Session {
             message: Vec::new(),
             key_update_requested: false,
             records_without_data: 0,
-            // In TLS 1.2, the last message is that of the server, unless it resumes a session.
+            // In TLS 1.2, the server sends the last message, unless it resumes a session.
             acceptance: if is_tls12 {
                 Acceptance::Accepted
             } else {

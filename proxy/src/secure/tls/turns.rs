@@ -5,11 +5,11 @@ use std::rc::Rc;
 use tokio::sync::Semaphore;
 use tokio::task::yield_now;
 
-/// The steps of handshakes that take long or make more work: one connects, or processes a message, in
-/// each round of the worker's event loop. What has become ready meanwhile runs first, so a new
-/// connection waits for at most one step before its ClientHello is sent. With all steps in one round,
-/// the ClientHellos of a burst would be late by the sum of them, and a callee takes a late one for the
-/// silence of a client whose server speaks first.
+/// The steps of handshakes that take long or make more work: one connects, or processes a message,
+/// in each round of the worker's event loop. Tasks that have become ready meanwhile run first, so a
+/// new connection waits for at most one step before its ClientHello is sent. With all steps in one
+/// round, the ClientHellos of a burst would be late by the sum of them. A late ClientHello looks to
+/// a callee like the silence of a client of a server that speaks first.
 #[derive(Clone)]
 pub struct Turns(Rc<Semaphore>);
 

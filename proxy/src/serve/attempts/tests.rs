@@ -312,8 +312,7 @@ async fn attempts_at_endpoints_of_unready_nodes_are_counted() {
     }
 }
 
-/// Sends 1000 requests to three endpoints, none of which answers. Returns the attempts and the
-/// metrics.
+/// Sends 1000 requests to three endpoints that do not answer. Returns the attempts and the metrics.
 async fn fail_all(request: impl Fn() -> Scripted, policy: BackendPolicy) -> (u32, String) {
     let (flow, metrics) = flow_to(3, policy).await;
     let mut attempts = 0;
@@ -371,7 +370,7 @@ async fn open_circuit_ends_attempts_and_retries() {
         let denied = metrics.contains(&format!("{denied}1\n"));
         assert_eq!(denied, error == Retry::OtherEndpoint, "{metrics}");
     }
-    // What a route retries is a failure too.
+    // A response that a route retries is a failure too.
     let retried = || {
         hanging(AttemptSettings {
             timeout: Some(Duration::from_secs(1)),

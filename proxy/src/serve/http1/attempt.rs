@@ -78,7 +78,7 @@ impl Exchange<'_> {
     }
 
     /// Sends the request and relays interim responses until the final response's head has arrived.
-    /// None if the client closes.
+    /// `None` if the client closes.
     async fn receive_head(
         &mut self,
         upstream: &mut Upstream,
@@ -116,7 +116,7 @@ impl Exchange<'_> {
             let may_switch = self.head.connection.upgrade && self.client.upload.is_complete();
             if head.status == 101 && !may_switch {
                 return Err(malformed(
-                    "101, and the request asked for no other protocol",
+                    "101, and the request did not ask for another protocol",
                 ));
             }
             if !head.is_interim() {

@@ -95,8 +95,8 @@ impl Relay {
         }
     }
 
-    /// Creates a relay of a request, whose start is kept for another attempt until
-    /// [`Relay::discard_replay`], and whose trailers lose the `removed` fields.
+    /// Creates a relay of a request. Its start is kept for another attempt until
+    /// [`Relay::discard_replay`], and its trailers lose the `removed` fields.
     pub fn with_replay(framing: Framing, head: BytesMut, removed: Option<PolicyFields>) -> Self {
         Self {
             replay: Replay::new(head.len()),
@@ -679,13 +679,13 @@ mod tests {
         let (mut from, mut trailers) = (BytesMut::new(), BytesMut::new());
         for byte in body.into_bytes() {
             from.extend_from_slice(&[byte]);
-            // Line ends in place of the bytes that were searched, other than those of the last line
-            // end, would end the line, or the section.
+            // Line ends in place of the searched bytes, except the bytes of the last line end, would end
+            // the line, or the section.
             let searched = from.len().saturating_sub(4);
             let mut received = from.clone();
             received[..searched].fill(b'\n');
             match decoder.clone().decode(&mut received, None) {
-                // Complete: what was searched is parsed.
+                // Complete: the searched bytes are parsed.
                 Err(_) if byte == b'\n' => {}
                 decoded => assert!(decoded.is_ok(), "byte {} was searched again", from.len()),
             }

@@ -119,7 +119,7 @@ pub(super) struct LineSearch {
 }
 
 impl LineSearch {
-    /// The end of the next line, after its LF. `bytes` are those of earlier calls, and more.
+    /// The end of the next line, after its LF. `bytes` contains the bytes of earlier calls, and more.
     pub fn next_end(&mut self, bytes: &[u8]) -> Option<usize> {
         let found = memchr::memchr(b'\n', &bytes[self.searched..]);
         let end = found.map(|at| self.searched + at + 1);
@@ -149,8 +149,8 @@ pub struct HeadSearch {
 }
 
 impl HeadSearch {
-    /// The end of the head at the start of `bytes`, if it is complete. `bytes` are those of earlier
-    /// calls, and more.
+    /// The end of the head at the start of `bytes`, if it is complete. `bytes` contains the bytes of
+    /// earlier calls, and more.
     pub fn find_end(&mut self, bytes: &[u8]) -> Result<Option<usize>, Refused> {
         if self.is_blank() {
             let is_blank = |byte: &&u8| matches!(byte, b'\r' | b'\n');

@@ -91,8 +91,8 @@ async fn refuse(mut client: Io, flow: &Rc<Flow>, memory: Charge, failure: Failur
     linger(client).await;
 }
 
-/// Reads a request's head. None if the client or the proxy closes the connection between two
-/// requests.
+/// Reads a request's head, or returns `None` if the client or the proxy closes the connection
+/// between two requests.
 async fn read_request(
     client: &mut Io,
     flow: &Flow,
@@ -159,7 +159,7 @@ fn enlarge(head: &mut BytesMut) {
     }
 }
 
-/// What the client's connection does after an exchange.
+/// The state of the client's connection after an exchange.
 enum After {
     /// It carries another one.
     KeepAlive,
@@ -180,7 +180,7 @@ struct Http1<'a> {
     upload: Relay,
     /// A part of an interim response may have been written to the client.
     in_interim: bool,
-    /// The proxy has sent 100 (Continue): the client gets none of the application.
+    /// The proxy has sent 100 (Continue): the client does not get this response from the application.
     is_continued: bool,
     /// The client has half-closed its connection.
     has_ended: bool,

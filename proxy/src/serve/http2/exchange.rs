@@ -113,7 +113,7 @@ struct Http2 {
     to_client: Option<SendStream<Queued>>,
     /// The number of interim responses that the client still gets.
     interim_left: u32,
-    /// The proxy has sent 100 (Continue): the client gets none of the application.
+    /// The proxy has sent 100 (Continue): the client does not get this response from the application.
     is_continued: bool,
     stream: Stream,
     /// Held until the exchange ends.
@@ -295,8 +295,8 @@ impl Exchange {
         Request::from_parts(parts, ())
     }
 
-    /// Acquires a slot on a connection to the endpoint, for an extended CONNECT request on one whose
-    /// peer has sent its SETTINGS. None if the client cancels.
+    /// Acquires a slot on a connection to the endpoint. For an extended CONNECT request, the peer of
+    /// the connection has sent its SETTINGS. `None` if the client cancels.
     async fn connect(
         &mut self,
         flow: &Flow,

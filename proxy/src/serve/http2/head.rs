@@ -1,5 +1,6 @@
-//! HTTP/2 heads: the checks beyond those of `h2`, and the changes for the next hop. `h2` rejects
-//! connection-specific fields, repeated or misplaced pseudo-fields and a wrong Content-Length.
+//! HTTP/2 heads: the checks beyond the checks by `h2`, and the changes for the next hop. `h2`
+//! rejects connection-specific fields, repeated or misplaced pseudo-fields and a wrong
+//! Content-Length.
 
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, COOKIE, HOST};
 use http::request::Parts;

@@ -336,7 +336,7 @@ impl Shared {
     }
 
     /// A place for a request. Waits while all are taken, or the client has reset too many streams.
-    /// None if it resets this one: the application has not seen it, so it does not count.
+    /// `None` if it resets this stream: the application has not seen it, so it does not count.
     async fn place(&self, respond: &mut SendResponse<Queued>) -> Option<Place> {
         let is_free = self.resets.delay(Instant::now).is_zero();
         if let Some(place) = self.places.try_take().filter(|_| is_free) {
@@ -434,7 +434,7 @@ impl Drop for Place {
 /// the client, so new streams wait until no more than [`MAX_RESETS_PER_SECOND`] count. Pure.
 #[derive(Default)]
 struct Resets {
-    /// When none of them counts any more. None: without resets, no clock is read.
+    /// When no reset counts any more. `None`: without resets, no clock is read.
     over_at: Cell<Option<Instant>>,
 }
 

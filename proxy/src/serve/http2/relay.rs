@@ -98,15 +98,15 @@ impl Relay {
         !self.pending.is_empty()
     }
 
-    /// The size of the bytes that the relay holds and the sender may replace: those that are kept for
-    /// another attempt, and those of [`Relay::poll_start`].
+    /// The size of the bytes that the relay holds and the sender may replace: the bytes that are kept
+    /// for another attempt, and the bytes from [`Relay::poll_start`].
     pub fn kept(&self) -> usize {
         let waiting = self.ahead.length + self.pending.len();
         self.replay.buffered() + waiting.saturating_sub(self.unreleased)
     }
 
-    /// Reads until the body ends or is longer than `max` bytes, while there is no receiver. Returns what
-    /// was read.
+    /// Reads until the body ends or is longer than `max` bytes, while there is no receiver. Returns the
+    /// bytes that were read.
     pub fn poll_start(
         &mut self,
         cx: &mut Context<'_>,
@@ -346,8 +346,8 @@ impl Ahead {
     }
 }
 
-/// The error code for a stream whose other end failed: that of the peer's reset if there is one,
-/// else CANCEL.
+/// The error code for a stream whose other end failed: the code of the peer's reset if there is
+/// one, else CANCEL.
 pub(super) fn reset_code(error: &h2::Error) -> Reason {
     match error.reason() {
         Some(reason) if error.is_remote() && error.is_reset() && reason != Reason::NO_ERROR => {

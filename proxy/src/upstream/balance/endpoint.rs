@@ -21,13 +21,14 @@ use crate::upstream::connect::Pool;
 pub struct Endpoint {
     /// Its address.
     pub address: SocketAddr,
-    /// What discovery announced.
+    /// The announcement of discovery.
     pub info: Arc<EndpointInfo>,
     /// Whether its node is unready, as discovery announced last.
     pub node_unready: Cell<bool>,
     tag: OnceCell<Tag>,
     pool: RefCell<Rc<Pool>>,
-    /// When discovery announced it. None: this proxy is not older.
+    /// When discovery announced it, or `None` if the first announcement that this proxy got contains
+    /// it.
     pub(super) joined_at: Option<Instant>,
     in_flight: Cell<u32>,
     pub(super) latency: Latency,
@@ -68,7 +69,7 @@ impl Endpoint {
         }
     }
 
-    /// What the tokens of sessions contain: another pod with the address has another one.
+    /// The tag that the tokens of sessions contain: another pod with the address has another tag.
     pub fn tag(&self) -> Tag {
         let tag = || tag(&[&self.address.to_string(), &self.info.pod]);
         *self.tag.get_or_init(tag)

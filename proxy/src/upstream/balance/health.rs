@@ -1,5 +1,5 @@
-//! What the endpoints of one backend have in common: the settings of outlier detection, the circuit
-//! breaker, the preference of a zone, and how changes are counted and logged.
+//! The state that the endpoints of one backend have in common: the settings of outlier detection,
+//! the circuit breaker, the preference of a zone, and how changes are counted and logged.
 
 use crate::labels::Cause;
 use std::cell::RefCell;

@@ -57,7 +57,8 @@ impl Latency {
         Self(Cell::new(None), seconds)
     }
 
-    /// Whether the latency is above this multiple of that of `other`, by more than chance explains.
+    /// Whether the latency is above this multiple of the latency of `other`, by more than chance
+    /// explains.
     pub fn exceeds(&self, other: &Self, ratio: f64, now: Instant) -> bool {
         let (Some(one), Some(other)) = (self.0.get(), other.0.get()) else {
             return false;

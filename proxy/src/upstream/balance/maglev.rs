@@ -1,14 +1,14 @@
 //! Consistent hashing: the same key selects the same endpoint, in all workers and proxies, and a
 //! change of the endpoints moves few other keys. Pure.
 //!
-//! The table is that of Maglev: D. E. Eisenbud et al., "Maglev: A Fast and Reliable Software Network
+//! The table is from Maglev: D. E. Eisenbud et al., "Maglev: A Fast and Reliable Software Network
 //! Load Balancer" (NSDI 2016), section 3.4. Each endpoint has a permutation of the slots, from the
-//! hash of its address; the endpoints take turns, and each takes its next free slot. So shares differ
-//! by at most one slot.
+//! hash of its address; the endpoints take turns, and each takes its next free slot. So shares
+//! differ by at most one slot.
 //!
 //! The hash has no secret, or proxies would differ. A client that chooses its key can send its
-//! requests to one endpoint of the Service, as it could by sending one key. It reaches no other
-//! endpoint by that, and bounded loads limit what this endpoint gets.
+//! requests to one endpoint of the Service, as it could by sending one key. It reaches only this
+//! endpoint by that, and bounded loads limit the requests to it.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -105,7 +105,7 @@ impl Table {
         self.slots.len() / SLOTS_OF_ENDPOINT
     }
 
-    /// The index of the endpoint for this hash, or of the next one that is usable: those of the
+    /// The index of the endpoint for this hash, or of the next one that is usable: the endpoints of the
     /// following slots are different for each hash, so that the others share the load.
     pub fn find(&self, hash: u64, usable: impl Fn(usize) -> bool) -> Option<usize> {
         if self.count == 0 {

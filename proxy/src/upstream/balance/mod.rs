@@ -42,7 +42,7 @@ use policy::BackendPolicy;
 pub use select::Avoided;
 use select::{Context, Turns};
 
-/// The first share of a new endpoint, of that of the others.
+/// The first share of a new endpoint, as a part of the share of the others.
 const MIN_SHARE: f64 = 0.1;
 /// A slow start takes place if at most this fraction of the endpoints is new: one third. The others
 /// get at most half as many requests again. In a rollout, the last old endpoint must not get the
@@ -51,7 +51,8 @@ const SLOW_START_FRACTION: usize = 3;
 
 /// The endpoints of a Service port, or of a pod, among which requests are balanced.
 pub struct Backend {
-    /// What discovery resolves. An address is the endpoint of what discovery does not know.
+    /// The resource that discovery resolves. An address is also the endpoint if discovery does not know
+    /// it.
     resource: Resource,
     updates: Option<RefCell<watch::Receiver<Arc<Target>>>>,
     state: RefCell<State>,
@@ -70,7 +71,7 @@ pub struct Backend {
 }
 
 struct State {
-    /// What discovery knows.
+    /// The latest resolution by discovery.
     target: Arc<Target>,
     name: Arc<str>,
     /// As metrics name it.
@@ -101,7 +102,7 @@ impl Backend {
         Rc::new(Self::fixed(address, &Rc::default()))
     }
 
-    /// The address, if it is that of neither a Service nor a pod, as far as discovery knows.
+    /// The address, if neither a Service nor a pod has it, as far as discovery knows.
     pub fn outside(&self) -> Option<SocketAddr> {
         let is_unknown = self.state.borrow().target.kind == TargetKind::Unknown;
         self.address().filter(|_| is_unknown)
@@ -112,7 +113,7 @@ impl Backend {
         self.state.borrow().target.place
     }
 
-    /// What discovery resolves.
+    /// The resource that discovery resolves.
     pub fn resource(&self) -> &Resource {
         &self.resource
     }
@@ -191,7 +192,7 @@ impl Backend {
         self.state.borrow().target.policy.clone()
     }
 
-    /// The protocol that the endpoints or their Service declare. None: it is detected.
+    /// The protocol that the endpoints or their Service declare, or `None` if it is detected.
     pub fn app_protocol(&self) -> Option<Protocol> {
         self.apply_updates();
         self.state.borrow().app_protocol
@@ -343,7 +344,7 @@ impl Backend {
         };
         let mut known: Vec<_> = endpoints.filter_map(known).collect();
         known.sort_unstable_by_key(|(latency, _)| *latency);
-        // Of two endpoints, the median is the faster one.
+        // For two endpoints, the median is the faster one.
         let Some((median, _)) = known.get(known.len().saturating_sub(1) / 2) else {
             return;
         };
@@ -464,7 +465,7 @@ impl State {
             }
             _ => target.usable().to_vec(),
         };
-        // The declaration of the endpoints overrides that of their Service.
+        // The declaration of the endpoints overrides the declaration of their Service.
         let opaque = !endpoints.is_empty() && endpoints.iter().all(|endpoint| endpoint.opaque);
         let app_protocol = if opaque {
             Some(Protocol::Opaque)
@@ -509,8 +510,8 @@ impl State {
     }
 }
 
-/// When the latest of the new endpoints joined. None if there are none, or if so many are new that
-/// the others would get much more load.
+/// When the latest of the new endpoints joined. `None` without new endpoints, or if so many are new
+/// that the others would get much more load.
 fn slow_start(members: &[Member], slow_start: Duration) -> Option<Instant> {
     let now = Instant::now();
     let is_recent = |since: &Instant| now.saturating_duration_since(*since) < slow_start;

@@ -4,10 +4,10 @@
 //!
 //! Both are circuits, with the states of M. Nygard, "Release It!" (2007): closed, open, and
 //! half-open while the probing request is in flight. The open circuit of an endpoint is its
-//! quarantine (ejection, in the words of a TrafficPolicy and of Envoy), that of a backend its open
-//! circuit breaker. An outlier differs from the other endpoints: while these fail too, failed
-//! requests quarantine none, because those that remain would get the load of all. Each worker has
-//! its own circuits, as it has its own load.
+//! quarantine (ejection, in the words of a TrafficPolicy and of Envoy). The open circuit of a
+//! backend is its open circuit breaker. An outlier differs from the other endpoints: while these
+//! fail too, failed requests quarantine no endpoint, because the remaining ones would get the load
+//! of all. Each worker has its own circuits, as it has its own load.
 
 use crate::labels::Cause;
 use std::cell::Cell;
@@ -74,7 +74,7 @@ pub struct BreakerSettings {
     pub open_time: Duration,
 }
 
-/// What the end of a request shows about its endpoint and the backend.
+/// The evidence from the end of a request about its endpoint and the backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     /// The endpoint works.
@@ -97,7 +97,7 @@ pub(super) struct Trial {
     probes_backend: bool,
 }
 
-/// Whether requests pass. None: the circuit is closed.
+/// Whether requests pass. `None`: the circuit is closed.
 #[derive(Debug, Default)]
 struct Circuit(Cell<Option<Open>>);
 
@@ -126,7 +126,7 @@ impl Circuit {
         self.0.get().is_some_and(|open| now < open.until)
     }
 
-    /// The time until a request decides. None: the circuit is closed.
+    /// The time until a request decides, or `None` if the circuit is closed.
     fn left(&self, now: Instant) -> Option<Duration> {
         let open = self.0.get()?;
         Some(open.until.saturating_duration_since(now))
@@ -180,12 +180,12 @@ impl Circuit {
     }
 }
 
-/// What the endpoints of one backend have in common: the settings, how many are quarantined, and the
-/// circuit breaker.
+/// The state that the endpoints of one backend have in common: the settings, how many are
+/// quarantined, and the circuit breaker.
 #[derive(Debug)]
 pub(super) struct Detector {
     settings: Cell<OutlierSettings>,
-    /// None: the circuit of the backend is closed.
+    /// The settings of the circuit breaker. `None`: the circuit of the backend is closed.
     breaker: Cell<Option<BreakerSettings>>,
     circuit: Circuit,
     /// The results of all endpoints, for the circuit.
@@ -240,7 +240,7 @@ impl Detector {
         self.circuit.is_open(now)
     }
 
-    /// The time until a request decides whether others pass. None: they do.
+    /// The time until a request decides whether others pass, or `None` if they pass.
     pub fn left(&self, now: Instant) -> Option<Duration> {
         self.circuit.left(now)
     }
@@ -266,7 +266,7 @@ impl Detector {
         count > 1 && percent > 0 && self.quarantined.get() < most.max(1)
     }
 
-    /// Counts a result for the circuit of the backend. While it is open, only that of the probing
+    /// Counts a result for the circuit of the backend. While it is open, only the result of the probing
     /// request counts: the others were sent before.
     fn record(&self, is_failure: bool, is_probe: bool, now: Instant) {
         let Some(settings) = self.breaker.get() else {
@@ -451,7 +451,8 @@ impl Judgement {
     fn outlier(&self, now: Instant) -> Option<Cause> {
         let (detector, failures) = (&self.detector, self.failures.get());
         let settings = detector.settings();
-        // Since the last success, no other endpoint has failed more often than this one succeeded.
+        // Since the last success of any endpoint, all together have failed at most as often as this one
+        // in a row.
         let is_alone = detector.failures.get() <= failures;
         if (1..=failures).contains(&settings.consecutive_failures) && is_alone {
             return Some(Cause::Consecutive);
@@ -536,14 +537,14 @@ impl Counts {
             && u64::from(self.failures) * 100 >= u64::from(percent) * u64::from(self.requests)
     }
 
-    /// Whether requests fail at least twice as often as those of `others`, if these have any.
+    /// Whether requests fail at least twice as often as the requests of `others`, if these have any.
     fn stand_out(self, others: Self) -> bool {
         let [own, other] = [(self, others), (others, self)]
             .map(|(one, of)| u64::from(one.failures) * u64::from(of.requests));
         others.requests == 0 || own > 0 && own >= 2 * other
     }
 
-    /// The counts without those of `part`.
+    /// The counts without the counts of `part`.
     fn without(self, part: Self) -> Self {
         Self {
             requests: self.requests.saturating_sub(part.requests),

@@ -20,13 +20,13 @@ pub struct BackendPolicy {
     pub balancing: Balancing,
     /// The limits of each endpoint, for all workers of the proxy.
     pub limits: Limits,
-    /// The time to connect, for all attempts of a request. None: the proxy's.
+    /// The time to connect, for all attempts of a request, or `None` for the proxy's default.
     pub connect_timeout: Option<Duration>,
     /// When an endpoint gets no requests for a while.
     pub outliers: OutlierSettings,
     /// When requests fail at once.
     pub breaker: Option<BreakerSettings>,
-    /// How many requests are sent again. None: the proxy's default of each worker.
+    /// How many requests are sent again, or `None` for the proxy's default of each worker.
     pub budget: Option<BudgetSettings>,
 }
 
@@ -65,7 +65,7 @@ pub enum Algorithm {
     ConsistentHash(HashKey),
 }
 
-/// What of a request is hashed.
+/// The part of a request that is hashed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HashKey {
     /// The value of a header field with this name, without case.

@@ -44,7 +44,7 @@ pub(super) struct Turns([Turn; 2]);
 
 type Turn = Cell<Option<SocketAddr>>;
 
-/// What a selection depends on besides the endpoints and the RNG.
+/// The input of a selection besides the endpoints and the RNG.
 pub(super) struct Context<'a> {
     pub preference: Preference,
     pub avoided: &'a Avoided,
@@ -54,7 +54,7 @@ pub(super) struct Context<'a> {
 }
 
 impl Backend {
-    /// What a request, or an opaque connection, of a client prefers.
+    /// The preference of a request, or an opaque connection, of a client.
     pub fn preference(&self, request: Option<&RequestView<'_>>, client: SocketAddr) -> Preference {
         self.apply_updates();
         let policy = &self.state.borrow().target.policy;
@@ -70,7 +70,7 @@ impl Backend {
 }
 
 impl HashKey {
-    /// The hash of a request, or of an opaque connection. None without the key.
+    /// The hash of a request, or of an opaque connection, or `None` without the key.
     fn hash(&self, request: Option<&RequestView<'_>>, client: SocketAddr) -> Option<u64> {
         let value = match self {
             Self::Header(name) => request?.header(name),
@@ -150,7 +150,7 @@ impl State {
             .map(at)
     }
 
-    /// Whether the request stays in the zone of this proxy. None: no zone is preferred.
+    /// Whether the request stays in the zone of this proxy, or `None` without a preferred zone.
     fn stays(&self, context: &Context<'_>, rng: &mut Rng) -> Option<bool> {
         if !context.zones.is_active() {
             return None;
@@ -206,8 +206,8 @@ impl State {
         Some(next)
     }
 
-    /// The index of the usable endpoint for a hash. One that is overloaded keeps none of its keys,
-    /// unless all are.
+    /// The index of the usable endpoint for a hash. An overloaded endpoint gets no key, unless all are
+    /// overloaded.
     fn by_hash(&self, hash: u64, usable: impl Fn(usize) -> bool) -> Option<usize> {
         let in_flight = |member: &Member| member.endpoint.in_flight();
         let total = LazyCell::new(|| self.members.iter().map(in_flight).sum::<u32>());

@@ -12,7 +12,7 @@ use super::{Backend, Member};
 const MAX_REASON: usize = 256;
 
 impl Backend {
-    /// What is in force, without its direction and version. Each list takes at most `max_bytes`.
+    /// The state in force, without its direction and version. Each list takes at most `max_bytes`.
     pub fn state(&self, max_bytes: usize, now: Instant) -> state::Destination {
         self.apply_updates();
         let state = self.state.borrow();

@@ -3,12 +3,12 @@
 //!
 //! A few requests always leave the zone, so that the latency of both sides is known. While the own
 //! zone is slower than the others by more than chance explains, or lacks healthy endpoints, this
-//! share grows in small steps, and falls again afterwards. Requests in flight do not count: those of
-//! this proxy stay in the zone by intention, and those of other proxies are unknown. The latency
-//! contains the queues at the endpoints, whoever fills them. So the endpoints of a small zone with
-//! many clients become at most slower, by [`MAX_RATIO`] on average; static shares by the number of
-//! endpoints (Kubernetes' Topology Aware Routing, Envoy's zone aware routing) need equal clients or
-//! knowledge of them.
+//! share grows in small steps, and falls again afterwards. Requests in flight do not count: this
+//! proxy's requests stay in the zone by intention, and the requests of other proxies are unknown.
+//! The latency contains the queues at the endpoints, whoever fills them. So the endpoints of a
+//! small zone with many clients become at most slower, by [`MAX_RATIO`] on average; static shares
+//! by the number of endpoints (Kubernetes' Topology Aware Routing, Envoy's zone aware routing) need
+//! equal clients or knowledge of them.
 
 use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ const MAX_SHARE: f64 = 0.9;
 const STEP_INTERVAL: Duration = Duration::from_millis(100);
 const STEP_UP: f64 = 0.05;
 const STEP_DOWN: f64 = 0.03;
-/// The latency of the own zone, as a multiple of that of the others, from which requests leave it.
+/// The latency of the own zone from which requests leave it, as a multiple of the others' latency.
 const MAX_RATIO: f64 = 1.5;
 /// The decay time of the own zone's latency: it has many samples.
 const OWN_DECAY_SECONDS: f64 = 1.0;
@@ -33,7 +33,7 @@ const OVERPROVISIONING: f64 = 1.4;
 /// The preference of one backend.
 #[derive(Debug)]
 pub(super) struct ZonePreference {
-    /// None: no zone is preferred.
+    /// The own zone, or `None` without a preferred zone.
     own_zone: RefCell<Option<Box<str>>>,
     /// The share of the requests that leave the zone.
     share: Cell<f64>,

@@ -56,7 +56,7 @@ pub const MAX_SEND_BUFFER: usize = 64 * 1024;
 /// The maximum number of streams that the proxy has reset and whose late frames it ignores.
 pub const MAX_LOCAL_RESETS: usize = 200;
 
-/// The memory of a connection besides that of its windows and streams.
+/// The memory of a connection besides the memory of its windows and streams.
 pub const CONNECTION_COST: usize = 16 * 1024;
 
 /// The maximum number of concurrent streams until the peer's SETTINGS frame arrives, which tells how
@@ -97,7 +97,7 @@ pub(super) struct Connection {
     io: Batched,
     is_peer: bool,
     streams: Rc<Streams>,
-    /// What the task keeps until the peer has read all earlier frames.
+    /// The values that the task keeps until the peer has read all earlier frames.
     unread: mpsc::UnboundedSender<Unread>,
     /// A stream on the connection has ended. The peer may have closed the connection since.
     reused: Cell<bool>,
@@ -111,7 +111,8 @@ pub(super) struct Connection {
     lifetime: Option<Lifetime>,
     /// The lifetime is over: the connection accepts no new streams.
     retired: Cell<bool>,
-    /// What the connection is charged to: it outlives those that it serves.
+    /// The slot that the connection is charged to: the connection outlives the exchanges that it
+    /// serves.
     slot: Rc<ConnectionSlot>,
     task: AbortHandle,
 }
@@ -131,7 +132,7 @@ struct Health {
 /// the stream.
 pub struct Lease {
     connection: Rc<Connection>,
-    /// What the stream holds of the window of the connection.
+    /// The bytes of the connection's window that the stream holds.
     held: Cell<usize>,
     slot: Option<StreamSlot>,
     /// The stream was opened. Unless its end is recorded, it is reset on drop.
@@ -140,7 +141,7 @@ pub struct Lease {
     opened_as: Cell<usize>,
 }
 
-/// What one stream occupies.
+/// The resources that one stream occupies.
 struct StreamSlot {
     streams: Rc<Streams>,
     /// The request is in flight.
@@ -283,13 +284,13 @@ impl Connections {
         unsettled.cloned()
     }
 
-    /// Whether the next free slot is that of a request that `has_waited`, or has not.
+    /// Whether the next free slot is for a request that `has_waited`, or has not.
     fn is_turn(&self, has_waited: bool) -> bool {
         has_waited || !self.limiter.has_queue(LimitKind::Http2Connections)
     }
 
     /// The first connection that has a free slot, so that the later ones become idle. Drops closed
-    /// connections. None while earlier requests wait, unless the request `has_waited`.
+    /// connections. `None` while earlier requests wait, unless the request `has_waited`.
     fn find(&self, has_waited: bool) -> Option<Rc<Connection>> {
         if !self.is_turn(has_waited) {
             return None;
@@ -622,8 +623,8 @@ async fn open(
                     barrier.receive(cx);
                     loop {
                         let polled = Pin::new(&mut connection).poll(cx);
-                        // The window stays the same: the acknowledgment matters. Fails until that of
-                        // the frame before has arrived.
+                        // The window stays the same: the acknowledgment matters. Fails until the
+                        // acknowledgment of the frame before has arrived.
                         let sends = polled.is_pending()
                             && barrier.is_needed()
                             && connection.set_initial_window_size(stream_window).is_ok();
@@ -716,24 +717,24 @@ impl Streams {
         }
     }
 
-    /// What the streams hold, in steps of a window: each change costs a frame.
+    /// The bytes that the streams hold, in steps of a window: each change costs a frame.
     fn to_replace(&self) -> usize {
         self.held.get().next_multiple_of(STREAM_WINDOW as usize)
     }
 }
 
-/// What is dropped after this number of further SETTINGS frames.
+/// A value that is dropped after this number of further SETTINGS frames.
 type Unread = (u64, Box<dyn Any>);
 
-/// Shows what the peer has read: it acknowledges a SETTINGS frame after it has processed the frames
-/// before (RFC 9113, section 6.5.3). PING frames would show the same, but gRPC servers close a
-/// connection with more than two of them in five minutes in which they send no response.
+/// Shows which frames the peer has read: it acknowledges a SETTINGS frame after it has processed
+/// the frames before (RFC 9113, section 6.5.3). PING frames would show the same, but gRPC servers
+/// close a connection with more than two of them in five minutes in which they send no response.
 struct Barrier {
     received: mpsc::UnboundedReceiver<Unread>,
     streams: Rc<Streams>,
-    /// The number of SETTINGS frames sent after that of the handshake.
+    /// The number of SETTINGS frames sent after the one of the handshake.
     sent: u64,
-    /// What is dropped when that number was sent.
+    /// The values that are dropped when that number was sent.
     kept: VecDeque<Unread>,
 }
 
@@ -747,7 +748,7 @@ impl Barrier {
         }
     }
 
-    /// Takes what is to be kept. The task of the connection then polls it, which sends earlier frames.
+    /// Takes the values to keep. The task of the connection then polls it, which sends earlier frames.
     fn receive(&mut self, cx: &mut Context<'_>) {
         while let Poll::Ready(Some((further, kept))) = self.received.poll_recv(cx) {
             if self.kept.is_empty() {
@@ -777,13 +778,13 @@ impl Barrier {
     }
 }
 
-/// The flow-control window of a connection. What a stream holds for its receiver takes nothing from the
-/// others: the window grows by as much, so a slow receiver slows its own stream only. That stream's
-/// window bounds the bytes, and its exchange is charged for them, or ends.
+/// The flow-control window of a connection. Bytes that a stream holds for its receiver take nothing
+/// from the others: the window grows by as much, so a slow receiver slows its own stream only. That
+/// stream's window bounds the bytes, and its exchange is charged for them, or ends.
 struct Window(Rc<Streams>);
 
 impl Window {
-    /// The new size, if the window has to change. `cx` is that of the connection's task.
+    /// The new size, if the window has to change. `cx` is the context of the connection's task.
     fn resize(&mut self, cx: &Context<'_>) -> Option<u32> {
         let Self(streams) = self;
         let task = &mut *streams.task.borrow_mut();

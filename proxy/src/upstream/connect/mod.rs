@@ -36,8 +36,8 @@ pub use queue::{Limits, Slot};
 /// If there are more idle HTTP/1 connections than a worker keeps, one in this many is closed.
 const IDLE_FRACTION: usize = 8;
 
-/// How long an idle connection to an endpoint is kept. What a flood of requests leaves is released
-/// within 30 seconds.
+/// How long an idle connection to an endpoint is kept. Connections that a flood of requests leaves
+/// are released within 30 seconds.
 pub(crate) const IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long a plaintext connection may have been idle before a request that must not be sent twice.
 /// Servers close idle connections after two (Gunicorn) or five seconds (Node.js), without notice.
@@ -378,7 +378,7 @@ impl Pool {
             || !self.callers.borrow().is_empty()
     }
 
-    /// What is in use of the limits. Each caller of the application has its own HTTP/2 connections.
+    /// The used parts of the limits. Each caller of the application has its own HTTP/2 connections.
     pub fn state(&self) -> state::Pool {
         let (limits, callers) = (self.limiter.limits, self.callers.borrow());
         let limit = |limit: u32| Some(limit).filter(|limit| *limit != u32::MAX);
@@ -411,7 +411,7 @@ pub struct Remote {
     pub address: SocketAddr,
     /// Its pod as "namespace/name": another pod may get the address later. Empty if it is none.
     pub pod: String,
-    /// The SPIFFE ID that it has to prove. None: it is not meshed.
+    /// The SPIFFE ID that the endpoint must prove, or `None` if it is not meshed.
     pub identity: Option<Identity>,
     /// The TLS settings of a server outside of the mesh.
     pub tls: Option<Arc<ServerTls>>,

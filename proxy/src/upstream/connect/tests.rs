@@ -235,7 +235,7 @@ async fn opaque_connections_count_for_the_limit_of_a_policy() {
         let second = connect().await.expect("two of two");
         assert_eq!(pool.idle_http1(), usize::from(!opaque));
         assert_eq!(connect().await.is_ok(), expected);
-        // What was an upgrade keeps its slot.
+        // A connection after an upgrade keeps its slot.
         let slot = second.connection.filter(Slot::counts_opaque);
         drop(second.io);
         assert_eq!(slot.is_some(), opaque);

@@ -1,4 +1,4 @@
-//! What panels consist of: queries of rates, shares and quantiles.
+//! The parts of panels: queries of rates, shares and quantiles.
 
 pub const REQUESTS: &str = "diy_mesh_proxy_requests_total";
 pub const SERVER: &str = "http_server_request_duration_seconds";

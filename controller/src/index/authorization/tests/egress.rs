@@ -20,7 +20,7 @@ fn allow(host: &str) -> Value {
     json!({"action": "ALLOW", "rules": [{"destinations": destinations}]})
 }
 
-/// What is said about calls to a pod, and about calls by it.
+/// The authorization of calls to a pod, and of calls by it.
 fn both(index: &Index, pod: &Key) -> [proto::Authorization; 2] {
     match state(index, pod).target.unwrap().kind {
         TargetKind::Workload(workload) => [
@@ -42,7 +42,7 @@ fn names_of(message: &proto::Authorization) -> Vec<&str> {
     names.map(Option::unwrap).collect()
 }
 
-/// Of each direction, whether the policy denies everything at all ports.
+/// Whether the policy denies everything at all ports, for each direction.
 fn denies(index: &Index, pod: &Key) -> [bool; 2] {
     both(index, pod).map(|message| {
         let mut policies = message.policies.iter();
@@ -150,7 +150,7 @@ fn policy_that_cannot_be_read_denies_in_its_direction_or_in_both() {
         (&pods, json!("Inbound"), [true, false]),
         (&pods, json!("Egress"), [true, true]),
         (&pods, Value::Null, [true, true]),
-        // The ports of the Service are none of destinations.
+        // The ports of the Service are no ports of destinations.
         (&service, json!("Outbound"), [false, true]),
         (&service, json!("Egress"), [true, true]),
     ] {

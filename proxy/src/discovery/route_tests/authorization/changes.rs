@@ -1,4 +1,4 @@
-//! What a change of the policies ends, and what goes on.
+//! The exchanges and connections that a change of the policies ends, and those that continue.
 
 use super::*;
 

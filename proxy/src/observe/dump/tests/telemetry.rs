@@ -17,7 +17,7 @@ fn settings(mode: PolicyMode, filter: DumpFilter) -> Arc<Telemetry> {
     })
 }
 
-/// What is dumped of [`hello`].
+/// The dump of [`hello`].
 fn dumped(mode: Mode, telemetry: &Arc<Telemetry>, caller: Option<&Identity>) -> String {
     let (dumps, output, _) = start(mode, Format::Text);
     if let Some(mut dump) = dumps.exchange(Some(telemetry), caller) {

@@ -19,9 +19,9 @@ const SLOTS: usize = 40;
 /// The application, the namespaces of a hostile and two other callers, and the clients without
 /// authentication are the holders: four of the latter's half of the slots remain to each.
 const KEPT: usize = 2;
-/// Of the bytes, 39 KiB remain to each of them.
+/// The memory limit: 39 KiB remain to each of them.
 const MEMORY: usize = 448 * 1024;
-/// What one more connection of the caller has sent. Its buffer has 36 KiB.
+/// The bytes that one more connection of the caller has sent. Its buffer has 36 KiB.
 const HELD: usize = 12 * 1024;
 const ALPNS: [Alpn; 4] = [Alpn::Http1, Alpn::Http2, Alpn::Opaque, Alpn::Inspected];
 const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nHost: cart\r\n\r\n";
@@ -90,7 +90,7 @@ impl Flood {
 }
 
 impl Slots {
-    /// None if the connection is reset.
+    /// A connection, or `None` if it is reset.
     async fn connect_as(
         &self,
         tls: &crate::secure::tls::Tls,
@@ -189,7 +189,7 @@ fn random_floods_leave_callers_their_shares() {
                 assert!(used <= most_of_all, "seed {seed}: {used} bytes");
                 most = most.max(used);
                 if step % 20 == 19 {
-                    // What ends belongs to nobody, and may leave nothing to anybody.
+                    // Ending connections belong to no holder, and may leave nothing to others.
                     let held = |holder| admission.used_bytes(&[holder]);
                     let all = || admission.used_bytes(&[]);
                     until(|| all() <= held(Holder::App) + held(Holder::Clients)).await;

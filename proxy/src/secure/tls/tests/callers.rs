@@ -14,7 +14,7 @@ use crate::upstream::connect::http2::CONNECTION_WINDOW;
 /// More than the windows of a stream.
 const LARGE: usize = 1024 * 1024;
 
-/// What an application has got and sent.
+/// The requests and bytes that an application has received and sent.
 #[derive(Default)]
 pub(super) struct Seen {
     pub(super) hanging: Cell<usize>,
@@ -71,7 +71,7 @@ pub(super) async fn connect(
     connected.expect("a connection")
 }
 
-/// None if the connection is reset.
+/// A connection, or `None` if it is reset.
 pub(super) async fn try_connect(
     slots: &Slots,
     from: [u8; 4],
@@ -128,7 +128,7 @@ fn streams_of_one_caller_leave_memory_to_other_callers() {
                     for _ in 0..200 {
                         flood.push(send(&mut client, "/hang").await);
                     }
-                    // All but those of a connection that has ended.
+                    // All streams get there, except on a connection that has ended.
                     wait_until_unchanged(|| seen.hanging.get() + slots.rejections()).await;
                     connections.push(client);
                 }
@@ -156,14 +156,14 @@ fn caller_that_leaves_returns_what_its_streams_used() {
                     flood.push(send(&mut client, "/hang").await);
                 }
                 let answered = || seen.hanging.get() - before + slots.rejections() - rejections;
-                // All but those of a connection that has ended.
+                // All streams get there, except on a connection that has ended.
                 wait_until_unchanged(answered).await;
                 connections.push(client);
             }
             accepted.push(seen.hanging.get() - before);
             drop((connections, flood));
-            // What is left is charged for a connection to the application, its window, and the state of
-            // its streams.
+            // The rest is charged for a connection to the application, its window, and the state of its
+            // streams.
             let used = || slots.inbound.admission.used_bytes(&[]);
             until(|| used() <= 1024 * 1024).await;
         }

@@ -114,7 +114,7 @@ fn half_close_of_the_client_reaches_the_application_and_the_response_completes()
     });
 }
 
-/// Builds the Go server. None without Go, which CI must have.
+/// Builds the Go server. `None` without Go, which CI must have.
 fn go_server(folder: &std::path::Path) -> Option<std::path::PathBuf> {
     if !has_program("go") {
         return None;

@@ -79,7 +79,7 @@ async fn flood(slots: &Slots, seen: &Seen, caller: &Rc<Worker>, max: usize) -> F
     flood
 }
 
-/// What the callers of a namespace hold.
+/// The bytes that the callers of a namespace hold.
 fn used_by(slots: &Slots, namespace: &str) -> usize {
     let namespace = Holder::Namespace(format!("cluster.local/{namespace}").into());
     let admission = &slots.inbound.admission;
@@ -197,7 +197,7 @@ fn callers_of_one_namespace_leave_windows_to_others() {
         assert!(by_tenant > limit / 4, "{by_tenant} of {limit}");
         assert!(used() <= limit, "{} of {limit}", used());
         assert!(by_neighbor >= 2 * MIB, "{by_neighbor} of {limit}");
-        // What is charged is what waits: streams for which no memory was left have ended. Beyond, each
+        // The waiting bytes are charged: streams for which no memory was left have ended. Beyond, each
         // connection has 64 KiB in the proxy and in the client, and each stream 16 KiB.
         let mut open = 0;
         for (_, responses) in &mut unread {
@@ -218,7 +218,7 @@ fn callers_of_one_namespace_leave_windows_to_others() {
     });
 }
 
-/// Whether the response has ended with an error, after what has arrived of it.
+/// Whether the response has ended with an error, after its received part.
 async fn has_failed(response: &mut ResponseFuture) -> bool {
     poll_fn(|cx| {
         Poll::Ready(match Pin::new(&mut *response).poll(cx) {

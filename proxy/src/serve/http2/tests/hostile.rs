@@ -57,7 +57,7 @@ impl Raw {
         code
     }
 
-    /// The payload of the next frame of this type. None if the connection ends without one.
+    /// The payload of the next frame of this type, or `None` if the connection ends without one.
     pub async fn wait_for(&mut self, wanted: u8) -> Option<Vec<u8>> {
         loop {
             let (kind, payload) = next_frame(&mut self.0).await?;

@@ -15,7 +15,7 @@ pub(super) const DATA: u8 = 0;
 /// `:status: 200`, as an index of HPACK's static table.
 pub(super) const OK: &[u8] = &[0x88];
 
-/// What one end of a connection has received.
+/// The frames that one end of a connection has received.
 #[derive(Default)]
 pub(super) struct Seen {
     /// The streams with a head, in order.

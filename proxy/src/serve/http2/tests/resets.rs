@@ -14,8 +14,8 @@ use crate::serve::http2::MAX_STREAMS;
 
 const DATA: u8 = 0;
 
-/// Responds to none of its streams. Returns its address, the number of streams so far, and the largest
-/// number of those that were not reset.
+/// An application that does not respond to its streams. Returns its address, the number of streams
+/// so far, and the largest number of streams that were not reset.
 async fn counting_app() -> (SocketAddr, Rc<Cell<usize>>, Rc<Cell<usize>>) {
     let (seen, open, most) = (
         Rc::new(Cell::new(0)),

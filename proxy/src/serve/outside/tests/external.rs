@@ -230,7 +230,7 @@ fn requests_reach_a_host_in_plaintext() {
             let response = pod.get_from(&backend).await;
             assert!(response.starts_with("HTTP/1.1 200"), "{response}");
             assert!(response.len() > BODY);
-            // The host field is that of the application.
+            // The application's host field stays.
             assert!(api.heads.borrow()[0].contains("\r\nHost: web\r\n"));
             let mut client = pod.connect_to(backend).await;
             assert!(is_echoed(&mut client, b"\0\0ping").await);
@@ -423,7 +423,7 @@ fn addresses_stay_without_an_answer_and_their_task_ends() {
         let backend = own.backend(&to).await;
         assert_eq!(backend.endpoints_len(), 1);
         assert!(Rc::ptr_eq(&backend, &own.backend(&to).await));
-        // The worker, this function, the task of its maintenance and that of the backend.
+        // The worker, this function, the task of its maintenance and the task of the backend.
         let before = Rc::strong_count(&pod.worker);
         own.destinations.evict_idle(std::time::Instant::now());
         drop(backend);
@@ -590,7 +590,8 @@ fn no_host_leads_to_local_addresses_or_into_the_cluster() {
         for (policy, expected) in [
             (Arc::default(), &["10.0.0.1:80", "45.51.100.1:80"][..]),
             (allow(&[HOST]), &["10.0.0.1:80", "45.51.100.1:80"]),
-            // Those that the policy denies are left out, and those of pods whatever it allows.
+            // Addresses that the policy denies are left out. Addresses of pods are left out whatever it
+            // allows.
             (
                 allow(&["45.51.100.0/30"]),
                 &["45.51.100.1:80", "45.51.100.2:80"],

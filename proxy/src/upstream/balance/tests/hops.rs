@@ -146,7 +146,7 @@ fn exchange_has_one_identifier_in_the_mesh_and_none_at_applications() {
 #[test]
 fn identifier_reaches_a_peer_whatever_table_it_allows() {
     on_worker(async {
-        // None; one that holds the identifier, but no other field; the default.
+        // No table; a table with room for the identifier only; the default.
         for table in [0, 64, 4096] {
             let (authority, seen) = (Authority::new("root"), Rc::default());
             let peer = compressing_peer(&authority, table, Rc::clone(&seen)).await;

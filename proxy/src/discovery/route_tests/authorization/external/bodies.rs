@@ -55,7 +55,7 @@ async fn app_of(end: &'static str, answer: &'static str) -> (SocketAddr, Rc<RefC
     (address, received)
 }
 
-/// What comes after the head.
+/// The bytes after the head.
 fn body_of(received: &[u8]) -> String {
     let text = String::from_utf8_lossy(received);
     let (_, body) = text.split_once("\r\n\r\n").unwrap();
