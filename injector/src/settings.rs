@@ -1,7 +1,7 @@
 //! The settings of a sidecar: one list ([`SETTINGS`]) of the annotations that set them, with their
 //! values, defaults and checks, and one value ([`SidecarSettings`]) that they are read into. Pure.
 //!
-//! Flags of the injector replace the defaults of some of them for the mesh. `docs/reference.md` has
+//! Flags of the injector replace the defaults of some of them for the mesh. `docs/reference/annotations.md` has
 //! the rows of the list.
 
 use std::fmt::Display;

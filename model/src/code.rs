@@ -1,5 +1,5 @@
 //! The failures of the proxy, one row each: what clients, metrics and the documents call them. The
-//! table of errors in docs/reference.md has the same rows.
+//! table of errors in docs/reference/http.md has the same rows.
 
 /// The names of the statuses of gRPC calls, each at its number.
 pub const GRPC_STATUSES: [&str; 17] = [

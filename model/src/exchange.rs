@@ -1,5 +1,5 @@
 //! The record of an exchange or of an opaque connection, as a proxy dumps it. The JSON form is the
-//! format, which docs/reference.md describes; the text is a rendering of it. Credentials are masked
+//! format, which docs/reference/observability.md describes; the text is a rendering of it. Credentials are masked
 //! before a record is made.
 
 #[cfg(test)]

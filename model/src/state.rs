@@ -1,5 +1,5 @@
-//! The state in force of one proxy, the response to `/state` at its admin port. docs/reference.md
-//! describes the JSON format. It contains no secrets, and its lists are cut.
+//! The state in force of one proxy, the response to `/state` at its admin port. This JSON form is the
+//! format: the reference links here for its members. It contains no secrets, and its lists are cut.
 
 use serde::{Deserialize, Serialize};
 

@@ -52,7 +52,7 @@ const TEXT_EXTENSIONS: [&str; 8] = [
 /// Pronouns in place of nouns in the documents. Lower it as they become fewer.
 const MAX_PRONOUNS: usize = 95;
 /// Pronouns in place of nouns in the comments of all Rust files. Lower it as they become fewer.
-const MAX_PRONOUNS_IN_COMMENTS: usize = 40;
+const MAX_PRONOUNS_IN_COMMENTS: usize = 0;
 /// Pronouns in place of nouns, and beginnings of sentences that are not the subject.
 const PRONOUNS: [&str; 6] = [
     " that of ",

@@ -211,7 +211,7 @@ fn report<'a>(checks: impl IntoIterator<Item = (&'static str, Findings<'a>)>) ->
 fn not_checked(unchecked: &BTreeMap<&str, Vec<&str>>) -> Option<Finding> {
     let number = unchecked.values().map(Vec::len).sum();
     let text = format!("{} not made", count(number, "check was", "checks were"));
-    let advice = "an account with these rights can make them: docs/reference.md lists them";
+    let advice = "an account with these rights can make them: docs/reference/mesh.md lists them";
     let reasons = unchecked.iter();
     let details = reasons.map(|(reason, checks)| format!("{}: {reason}", checks.join(", ")));
     let note = Finding::note(text, advice).if_any(details)?;

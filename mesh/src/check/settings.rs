@@ -82,7 +82,7 @@ fn unknown_annotations(pods: &[Pod]) -> Option<Finding> {
     warning(
         active(pods).filter_map(unknown),
         "with an unknown annotation of the mesh, which has no effect",
-        "correct the name: docs/reference.md lists the annotations",
+        "correct the name: docs/reference/annotations.md lists the annotations",
     )
 }
 

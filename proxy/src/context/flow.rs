@@ -321,7 +321,7 @@ impl Flow {
         failure
     }
 
-    /// What the policies of the pod read from a request. None: nothing.
+    /// The token that the policies of the pod read from a request. `None`: they read no token.
     pub fn credentials(&self, request: &RequestView<'_>) -> Option<Box<Credentials>> {
         self.worker.policy().credentials(self.client(), request)
     }

@@ -184,7 +184,7 @@ fn classifies_other_protocols_as_opaque() {
 
 #[test]
 fn classifies_ambiguous_lines_as_http() {
-    // docs/reference.md lists these protocols. Their ports must be declared opaque.
+    // docs/reference/http.md lists these protocols. Their ports must be declared opaque.
     for line in [
         &b"GET /a\r\n"[..], // Redis, inline
         b"127.0.0.1 - - [21/Nov/2026:10:00:00 +0000] \"GET /\" HTTP/1.1 200 12\n", // an access log
