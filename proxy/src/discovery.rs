@@ -74,7 +74,7 @@ pub struct Discovery {
     requests: Option<mpsc::Sender<Request>>,
     unready: watch::Receiver<Option<String>>,
     policy: watch::Receiver<Option<Arc<Policy>>>,
-    first_response_timeout: Duration,
+    timing: Timing,
 }
 
 /// Durations and limits, which tests shorten.
@@ -82,6 +82,9 @@ pub struct Discovery {
 struct Timing {
     /// Maximum time that a connection waits for the first response about its destination.
     first_response_timeout: Duration,
+    /// The same for a destination that gets nothing before its first response: its requests would fail,
+    /// although a busy controller answers late.
+    withheld_timeout: Duration,
     /// Smallest and largest ceiling of the exponential back-off with full jitter.
     backoff: (Duration, Duration),
     /// Minimum lifetime of a stream that resets the back-off.
@@ -98,6 +101,7 @@ impl Default for Timing {
     fn default() -> Self {
         Self {
             first_response_timeout: Duration::from_secs(1),
+            withheld_timeout: Duration::from_secs(5),
             backoff: (Duration::from_millis(100), Duration::from_secs(10)),
             backoff_reset_after: Duration::from_secs(10),
             idle_timeout: Duration::from_secs(60),
@@ -173,7 +177,7 @@ fn start_with(
         requests: Some(sender),
         unready,
         policy,
-        first_response_timeout: timing.first_response_timeout,
+        timing,
     };
     let driver = async move {
         let mut sweep = interval(timing.sweep_interval);
@@ -206,7 +210,7 @@ impl Discovery {
             requests: None,
             unready: watch::channel(None).1,
             policy: watch::channel(None).1,
-            first_response_timeout: Duration::ZERO,
+            timing: Timing::default(),
         }
     }
 
@@ -239,8 +243,14 @@ impl Discovery {
             return closed(TargetKind::Refused.into());
         };
         if !settled {
+            let is_withheld = receiver.borrow().kind == TargetKind::Withheld;
+            let wait = if is_withheld {
+                self.timing.withheld_timeout
+            } else {
+                self.timing.first_response_timeout
+            };
             // After the timeout, the receiver has the target known by then.
-            let _ = timeout(self.first_response_timeout, first_response(&mut receiver)).await;
+            let _ = timeout(wait, first_response(&mut receiver)).await;
         }
         receiver
     }

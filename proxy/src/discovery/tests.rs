@@ -78,6 +78,7 @@ fn timing() -> Timing {
     let backoff = (Duration::from_millis(1), Duration::from_millis(20));
     Timing {
         first_response_timeout: FOREVER,
+        withheld_timeout: FOREVER,
         backoff,
         backoff_reset_after: FOREVER,
         idle_timeout: FOREVER,
@@ -319,6 +320,34 @@ async fn waits_for_a_silent_controller_until_the_timeout() {
     assert_eq!(stream.request().await, format!("+{CART}@"));
     stream.respond(CART, "1", service(&["10.0.0.1:80"])).await;
     expect(&mut receiver, &["10.0.0.1:80"]).await;
+}
+
+#[tokio::test]
+async fn waits_longer_for_a_response_without_which_requests_fail() {
+    let mut controller = FakeController::start().await;
+    let proxy = Running::start(
+        controller.address,
+        Timing {
+            first_response_timeout: Duration::ZERO,
+            ..timing()
+        },
+    );
+    let mut stream = controller.stream().await;
+    let (discovery, backend) = (proxy.discovery.clone(), "shop/cart:80");
+    let watching =
+        tokio::spawn(async move { discovery.watch(Resource::Backend(backend.into())).await });
+    stream.request().await;
+    stream
+        .send(proto::DiscoverResponse {
+            r#type: proto::ResourceType::Backend.into(),
+            name: backend.to_owned(),
+            version: "1".to_owned(),
+            update: Some(service(&["10.0.0.1:80"])),
+            ..proto::DiscoverResponse::default()
+        })
+        .await;
+    let receiver = soon(watching).await.expect("a response");
+    assert_eq!(addresses(&receiver.borrow()), ["10.0.0.1:80"]);
 }
 
 #[tokio::test]
