@@ -22,9 +22,11 @@ use tokio::time::{sleep, timeout};
 const LIMIT: u64 = (512 - 120) * 1024 * 1024;
 const ORDINARY_PODS: usize = 20_000;
 const LARGE_PODS: usize = 30;
-/// Objects of each kind of custom resources, a full page: half just below the limit of an object,
-/// half just above.
+/// Objects of a kind of custom resources, a full page: half just below the limit of an object, half
+/// just above.
 const POLICIES: usize = 50;
+/// Objects of a kind that is read in the same way as another one: enough to be read at the same time.
+const FURTHER: usize = 8;
 /// The kinds of custom resources that the cluster has.
 const INSTALLED: [&str; 9] = [
     "authorizationpolicies",
@@ -37,6 +39,8 @@ const INSTALLED: [&str; 9] = [
     "trafficsplits",
     "traffictargets",
 ];
+/// The kinds with a full page: a policy, and routes of the Gateway API and of SMI.
+const FULL: [&str; 3] = ["authorizationpolicies", "httproutes", "trafficsplits"];
 const TIMEOUT: Duration = Duration::from_secs(600);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -113,7 +117,8 @@ async fn respond(mut stream: TcpStream, texts: &Texts) -> std::io::Result<()> {
     let number = |name: &str| parameter(name).and_then(|value| value.parse::<usize>().ok());
     let (count, object): (usize, fn(&Texts, usize) -> String) = match plural {
         "pods" => (LARGE_PODS + ORDINARY_PODS, Texts::pod),
-        kind if INSTALLED.contains(&kind) => (POLICIES, Texts::policy),
+        kind if FULL.contains(&kind) => (POLICIES, Texts::policy),
+        kind if INSTALLED.contains(&kind) => (FURTHER, Texts::policy),
         "customresourcedefinitions" => {
             let is_installed = INSTALLED.iter().any(|kind| query.contains(kind));
             (usize::from(is_installed), Texts::definition)
