@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous release release-test tools
+.PHONY: help demo build test test-all test-slow check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous release release-test tools
 
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
@@ -41,6 +41,10 @@ help: ## this list
 demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--for 30')
 	@cargo build --bins $(PROGRAMS:%=-p %)
 	@$(TARGET_DIR)/debug/mesh demo $(ARGS)
+
+build: tools ## compile all programs and tests
+	@cargo build --workspace --bins
+	@cargo test --workspace --no-run
 
 test: tools ## run the tests of all crates, and a sandbox test of each feature; tests that lack a program or root are skipped and counted
 	@cargo build --bins $(PROGRAMS:%=-p %)
