@@ -224,7 +224,7 @@ mod tests {
             ahead[0].starts_with("ClockSkewed the proxy has a clock 301 s ahead of"),
             "{ahead:?}"
         );
-        assert!(of(i64::MIN)[0].contains(" s behind that"));
+        assert!(of(i64::MIN)[0].contains(" s behind the clock"));
     }
 
     #[tokio::test(start_paused = true)]
