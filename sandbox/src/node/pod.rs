@@ -74,6 +74,13 @@ impl PodTask {
                     node.get_or_insert_with(|| "sandbox".into());
                     let is_injected = pod.annotations().get("diy-service-mesh/status")
                         == Some(&"injected".to_owned());
+                    if current.is_empty() && asks_for_proxy(&pod) {
+                        let (namespace, name) = &self.key;
+                        self.status.notice(format!(
+                            "pod {namespace}/{name} has no proxy: it asks for one, and the manifests have no \
+                            webhook; add a copy of the folder manifests of the mesh"
+                        ));
+                    }
                     self.pod = pod.clone();
                     let _ = self
                         .events
@@ -206,4 +213,10 @@ pub(super) fn termination_grace_period(pod: &Pod) -> Duration {
     let spec = pod.spec.as_ref();
     let seconds = spec.and_then(|spec| spec.termination_grace_period_seconds);
     Duration::from_secs(seconds.unwrap_or(30).unsigned_abs())
+}
+
+/// Whether the pod has the annotation that enables injection.
+fn asks_for_proxy(pod: &Pod) -> bool {
+    let value = pod.annotations().get("diy-service-mesh/inject");
+    value.is_some_and(|value| value.eq_ignore_ascii_case("true"))
 }

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use diy_mesh_tests::sandbox::{READY_TIMEOUT, empty, get, http_server, script, shell, single_pod};
+use diy_mesh_tests::sandbox::{
+    MESHED, READY_TIMEOUT, empty, get, http_server, script, shell, single_pod,
+};
 
 #[test]
 fn service_resolves_by_all_names_and_balances() {
@@ -63,6 +65,16 @@ fn object_of_an_unknown_kind_is_ignored_with_a_notice() {
             "ignored HTTPRout of gateway.networking.k8s.io/v1, a/web: the sandbox does not have this kind"
         ]
     );
+}
+
+#[test]
+fn pod_that_asks_for_a_proxy_without_a_mesh_is_named_in_a_notice() {
+    let Some(sandbox) = empty() else { return };
+    sandbox.apply(&shell(MESHED)).unwrap();
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+    let notices = sandbox.view().notices.clone();
+    assert_eq!(notices.len(), 1, "{notices:?}");
+    assert!(notices[0].contains(" has no proxy: "), "{notices:?}");
 }
 
 #[test]
