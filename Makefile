@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-all test-slow check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous release release-test tools
+.PHONY: help demo build build-go test test-all test-slow check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous release release-test tools
 
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
@@ -45,6 +45,12 @@ demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--fo
 build: tools ## compile all programs and tests
 	@cargo build --workspace --bins
 	@cargo test --workspace --no-run
+
+build-go: ## compile the programs in Go that the tests use
+	@cd tests/helm && go tool helm version >/dev/null
+	@cd tests/authorizer && CGO_ENABLED=0 go build -trimpath -o /dev/null .
+	@cd tests/conformance && CGO_ENABLED=0 go build -trimpath -o /dev/null ./echo
+	@cd tests/conformance && go test -modfile=$(GO_MOD) -c -o /dev/null .
 
 test: tools ## run the tests of all crates, and a sandbox test of each feature; tests that lack a program or root are skipped and counted
 	@cargo build --bins $(PROGRAMS:%=-p %)
