@@ -61,8 +61,8 @@ test-all: tools ## run all tests that need no cluster; tests in namespaces need 
 	@cargo build --workspace --bins
 	@.ci/totals cargo test $(RUNNER) $(or $(TESTS),--workspace) --no-fail-fast
 
-test-slow: ## run the tests of components, memory and sandboxes with a quarter of the CPU, as root
-	@$(MAKE) test-all QUOTA=25 TESTS='--workspace $(COMPONENT_TESTS:%=--test %) --test memory --test sandbox'
+test-slow: ## run the tests of components, memory and sandboxes with a quarter of the CPU, as root (QUOTA=25)
+	@$(MAKE) test-all QUOTA=$(or $(QUOTA),25) TESTS='--workspace $(COMPONENT_TESTS:%=--test %) --test memory --test sandbox'
 
 RUNNER = --config 'target."cfg(unix)".runner=[$(QUOTA:%="$(CURDIR)/.ci/quota","%",)"$(CURDIR)/.ci/test-program"]'
 COMPONENT_TESTS := $(basename $(notdir $(wildcard $(foreach component,proxy controller injector proxy-init sample-apps,$(component)/tests/*.rs))))
@@ -89,14 +89,14 @@ check: tools ## check format, lints, documentation, licences, manifests, workflo
 fuzz: MORE := c++:g++
 fuzz: tools ## fuzz the proxy's parsers with libFuzzer (TARGET=detect ARGS='-max_total_time=60', or INPUT=FILE)
 	@[[ " $(FUZZ_TARGETS) " == *" $(or $(TARGET),-) "* ]] || { echo "fuzz: unknown TARGET=$(TARGET), expected one of: $(FUZZ_TARGETS). Example: make fuzz TARGET=detect ARGS='-max_total_time=60'" >&2; exit 2; }
-	@RUSTFLAGS='$(FUZZ_FLAGS)' cargo build --profile fuzz --target-dir $(FUZZ) --target $(HOST) -p diy-mesh-proxy-fuzz --bin fuzz-$(TARGET)
+	@$(BUILD_FUZZ) --bin fuzz-$(TARGET)
 	@mkdir -p $(FUZZ)/found/$(TARGET) $(FUZZ)/corpus/$(TARGET)
-	@$(FUZZ)/$(HOST)/fuzz/fuzz-$(TARGET) -artifact_prefix=$(FUZZ)/found/$(TARGET)/ $(ARGS) $(or $(INPUT),$(FUZZ)/corpus/$(TARGET) proxy/fuzz/corpus/$(TARGET))
+	@$(FUZZ_PROGRAMS)/fuzz-$(TARGET) -artifact_prefix=$(FUZZ)/found/$(TARGET)/ $(ARGS) $(or $(INPUT),$(FUZZ)/corpus/$(TARGET) proxy/fuzz/corpus/$(TARGET))
 
 fuzz-all: MORE := c++:g++
-fuzz-all: tools ## fuzz all parsers for some seconds of all cores together (SECONDS=300)
-	@RUSTFLAGS='$(FUZZ_FLAGS)' cargo build --profile fuzz --target-dir $(FUZZ) --target $(HOST) -p diy-mesh-proxy-fuzz --bins
-	@.ci/fuzz-all $(FUZZ) $(FUZZ)/$(HOST)/fuzz $(or $(SECONDS),300) $(FUZZ_TARGETS)
+fuzz-all: tools ## fuzz all parsers for some seconds of all cores together (SECONDS=300; FUZZ_PROFILE=dev compiles faster than it runs)
+	@$(BUILD_FUZZ) --bin 'fuzz-*'
+	@.ci/fuzz-all $(FUZZ) $(FUZZ_PROGRAMS) $(or $(SECONDS),300) $(FUZZ_TARGETS)
 
 e2e: ## run the cluster tests on the cluster of KUBECONFIG, which needs the images
 	@[[ -n "$${KUBECONFIG:-}" ]] || { echo "e2e: KUBECONFIG is not set. With kind: export KUBECONFIG=~/.kube/config" >&2; exit 2; }
@@ -183,11 +183,12 @@ release-test: ## install the release in OUT by the commands of README.md in a co
 	@cargo build --workspace --bins
 	@CI=true RELEASE="$(abspath $(OUT))" .ci/totals cargo test --workspace --test release -- --nocapture
 
-# `make fuzz` uses a separate target directory with coverage instrumentation. The explicit --target excludes build scripts and macros from
-# it.
+# make fuzz: counters of coverage in the crates of the workspace, in programs of a profile.
 FUZZ := $(TARGET_DIR)/fuzz
 FUZZ_TARGETS := $(basename $(notdir $(wildcard proxy/fuzz/targets/*.rs)))
-FUZZ_FLAGS := -Cpasses=sancov-module $(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 inline-8bit-counters pc-table)
+FUZZ_PROFILE ?= fuzz
+FUZZ_PROGRAMS = $(TARGET_DIR)/$(FUZZ_PROFILE:dev=debug)
+BUILD_FUZZ = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/.ci/fuzz-rustc cargo build --profile $(FUZZ_PROFILE) --workspace
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 
 # Installs required tools: a C compiler for the crypto library. MORE lists further PROGRAM:PACKAGE pairs of a target,
