@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo build build-go test test-all test-slow check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous release release-test tools
+.PHONY: help demo build build-go test test-all test-slow test-rest check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous release release-test tools
 
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
@@ -61,11 +61,16 @@ test-all: tools ## run all tests that need no cluster; tests in namespaces need 
 	@cargo build --workspace --bins
 	@.ci/totals cargo test $(RUNNER) $(or $(TESTS),--workspace) --no-fail-fast
 
-test-slow: ## run the tests of components, memory and sandboxes with a quarter of the CPU, as root (QUOTA=25)
-	@$(MAKE) test-all QUOTA=$(or $(QUOTA),25) TESTS='--workspace $(COMPONENT_TESTS:%=--test %) --test memory --test sandbox'
+test-slow: ## run the tests of components, memory, fuzz inputs, sandboxes and the tutorial with a quarter of the CPU, as root (QUOTA=25)
+	@$(MAKE) test-all QUOTA=$(or $(QUOTA),25) TESTS='--workspace $(SLOW_TESTS:%=--test %)'
+
+test-rest: ## run the other tests of test-all: unit tests, documents, tools
+	@$(MAKE) test-all TESTS='--workspace --exclude diy-mesh-proxy-fuzz --lib --bins $(filter-out $(SLOW_TESTS:%=--test=%),$(ALL_TESTS:%=--test=%))'
 
 RUNNER = --config 'target."cfg(unix)".runner=[$(QUOTA:%="$(CURDIR)/.ci/quota","%",)"$(CURDIR)/.ci/test-program"]'
 COMPONENT_TESTS := $(basename $(notdir $(wildcard $(foreach component,proxy controller injector proxy-init sample-apps,$(component)/tests/*.rs))))
+SLOW_TESTS := $(COMPONENT_TESTS) memory corpus sandbox tutorial
+ALL_TESTS := $(sort $(basename $(notdir $(wildcard */tests/*.rs))) $(notdir $(patsubst %/main.rs,%,$(wildcard */tests/*/main.rs))))
 # make test: modules of the sandbox tests. The others repeat, measure, or need further programs.
 FEATURES := authorization basics commands connections exceptions identity policies probes resilience routes smi strict traffic walkthrough
 

@@ -1,6 +1,7 @@
 //! The scripts of `.ci`: the totals that `make test` prints after the output of cargo, the record of
 //! `make e2e-all`, and the hooks of `.ci/run`.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -132,6 +133,45 @@ fn record_of_an_interrupted_or_killed_run_is_not_completed() {
         let [result, _] = checkout.rows();
         assert!(result.ends_with(&format!(" | {expected} |")), "{result}");
     }
+}
+
+#[test]
+fn slow_and_other_tests_are_all_tests() {
+    let output = |program: &str, arguments: &[&str]| {
+        let output = Command::new(program)
+            .args(arguments)
+            .current_dir(root())
+            .output();
+        let output = output.expect("the program is installed");
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).expect("the output is text")
+    };
+    let metadata = output(
+        "cargo",
+        &["metadata", "--no-deps", "--format-version=1", "--offline"],
+    );
+    let metadata: serde_json::Value = serde_json::from_str(&metadata).expect("cargo prints JSON");
+    let packages = metadata["packages"].as_array().expect("a list of packages");
+    let targets = packages
+        .iter()
+        .flat_map(|package| package["targets"].as_array());
+    let tests = targets
+        .flatten()
+        .filter(|target| target["kind"][0] == "test");
+    let tests: BTreeSet<&str> = tests.filter_map(|target| target["name"].as_str()).collect();
+
+    let names = |target: &str| {
+        let commands = output("make", &["--dry-run", target]);
+        let words = commands.replace("--test=", "--test ");
+        let (first, _) = words.split_once('\n').expect("make prints commands");
+        let names = first.split("--test ").skip(1);
+        let name = |part: &str| part.trim_matches([' ', '\'']).to_owned();
+        names.map(name).collect::<BTreeSet<String>>()
+    };
+    let (slow, rest) = (names("test-slow"), names("test-rest"));
+    assert_eq!(slow.intersection(&rest).count(), 0, "{slow:?} and {rest:?}");
+    let named: BTreeSet<&str> = slow.union(&rest).map(String::as_str).collect();
+    assert_eq!(named, tests);
 }
 
 #[test]
