@@ -3,12 +3,12 @@
 //! is one address of many callers.
 //!
 //! Subscriptions, and answers that are not sent yet, are charged in bytes to the slot of their
-//! connection, in the tree of `runtime/src/admission.rs`: to the pod within its namespace. A caller may
-//! have what is free of the budget of the replica, and when all is in use its share. Beyond that it is
-//! refused, and keeps what it has. Nothing ends: a proxy subscribes again to all that it had as soon
-//! as it has lost its connection, so callers that end each other's connections never stop. The cost is
-//! that a caller below its share may be refused when callers of several namespaces have used up twice
-//! the budget.
+//! connection, in the tree of `crates/runtime/src/admission.rs`: to the pod within its namespace. A
+//! caller may have what is free of the budget of the replica, and when all is in use its share. Beyond
+//! that it is refused, and keeps what it has. Nothing ends: a proxy subscribes again to all that it had
+//! as soon as it has lost its connection, so callers that end each other's connections never stop. The
+//! cost is that a caller below its share may be refused when callers of several namespaces have used up
+//! twice the budget.
 
 mod log;
 

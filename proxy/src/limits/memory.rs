@@ -2,8 +2,8 @@
 //! the bytes that they hold, and who uses both. It is read every few seconds.
 //!
 //! A task that runs may use more; what it holds while it waits is charged to its connection, by the
-//! rule of `runtime/src/admission.rs`. Under pressure, reads become small. Nothing here allocates or
-//! frees these bytes.
+//! rule of `crates/runtime/src/admission.rs`. Under pressure, reads become small. Nothing here
+//! allocates or frees these bytes.
 //!
 //! Each worker has its own connections and bytes: threads share nothing.
 

@@ -256,7 +256,7 @@ fn reference_has_the_row_of_each_error_code() {
     let documented: Vec<&str> = table.lines().skip(2).collect();
     assert_eq!(
         documented, rows,
-        "docs/reference/http.md and model/src/code.rs differ"
+        "docs/reference/http.md and crates/model/src/code.rs differ"
     );
 }
 

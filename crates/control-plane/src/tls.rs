@@ -1,8 +1,8 @@
 //! A TLS server for clients that nobody vouches for: from a listener to connections with a
 //! completed handshake, and the time that each may take.
 //!
-//! Each connection has a slot (`runtime/src/admission.rs`), held by the client's address until the
-//! client has authenticated, then by its pod. Memory that is kept for the client is charged to the
+//! Each connection has a slot (`crates/runtime/src/admission.rs`), held by the client's address until
+//! the client has authenticated, then by its pod. Memory that is kept for the client is charged to the
 //! slot.
 //!
 //! From its first byte until the client has authenticated, a connection also has one of fewer slots,
