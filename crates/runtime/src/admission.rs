@@ -18,7 +18,7 @@
 //! at all, because the level has more than it may have. A connection that ends holds its bytes
 //! until its task has run: these belong to no holder. An eighth of the limit is left for them, and
 //! for work in progress that would grow no further: it may answer. If more than that has not ended
-//! yet, nobody gets more. An optional use, such as a flow-control window, ends nothing. It gets
+//! yet, nobody gets more. An optional use, such as a mirrored request, ends nothing. It gets
 //! bytes while three quarters are free. While one quarter is free, it gets bytes if each of its
 //! holders is within the share that it would have beside one more holder.
 //!
@@ -467,14 +467,22 @@ impl Entry {
     }
 
     /// The order in which the connections of a holder end: first the oldest ones, but of those in
-    /// use the youngest ones.
-    fn order(&self) -> (Class, bool, u64, Reverse<u64>) {
+    /// use the youngest ones. A connection beside others that is in use ends last: it frees little, as what
+    /// passes through it is charged to the others.
+    fn order(&self) -> (Class, bool, bool, u64, Reverse<u64>) {
         match self.class() {
             Class::InUse => {
+                let is_beside = self.uses(SLOTS) == 0;
                 let has_traffic = self.has_traffic.load(Relaxed);
-                (Class::InUse, has_traffic, 0, Reverse(self.number))
+                (
+                    Class::InUse,
+                    is_beside,
+                    has_traffic,
+                    0,
+                    Reverse(self.number),
+                )
             }
-            class => (class, false, self.number, Reverse(0)),
+            class => (class, false, false, self.number, Reverse(0)),
         }
     }
 

@@ -110,7 +110,7 @@ fn http1(
     RequestHead::parse(Bytes::from(raw)).ok()
 }
 
-/// The request in HTTP/2, or `None` if `h2` rejects it or if it has another meaning in HTTP/2.
+/// The request in HTTP/2, or `None` if HTTP/2 does not permit it, or gives it another meaning.
 fn http2(form: Form, method: &[u8], host: &[u8], path: &[u8], fields: &Pairs) -> Option<Parts> {
     let has_spaces = host.trim_ascii().len() < host.len();
     let is_tunnel = method.eq_ignore_ascii_case(b"CONNECT");

@@ -38,8 +38,8 @@ impl Answer {
 #[derive(Debug)]
 pub struct Incomplete(pub String);
 
-impl From<h2::Error> for Incomplete {
-    fn from(error: h2::Error) -> Self {
+impl From<diy_mesh_http2::Error> for Incomplete {
+    fn from(error: diy_mesh_http2::Error) -> Self {
         Self(error.to_string())
     }
 }

@@ -271,7 +271,7 @@ pub fn is_under_pressure() -> bool {
     UNDER_PRESSURE.get()
 }
 
-/// The size of one read: small under pressure.
+/// The size of one read, or of output that waits: small under pressure.
 pub fn max_read(usual: usize) -> usize {
     if is_under_pressure() {
         SMALL_READ.min(usual)

@@ -1,6 +1,5 @@
 //! Steps 6 and 7: the endpoints of a backend, the choice of one, and connections to it.
 
 pub mod balance;
-pub(crate) mod batched;
 pub mod connect;
-mod frames;
+pub(crate) mod multiplexed;

@@ -718,6 +718,7 @@ fn retired_http2_connection_finishes_streams_and_accepts_no_new_ones() {
             .unwrap()
             .pool()
             .http2;
+        until(|| pool.is_settled()).await;
         let retired = Instant::now() + Duration::from_secs(70 * 60);
         pool.maintain(retired);
         assert_eq!(pool.len(), 1);

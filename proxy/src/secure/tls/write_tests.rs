@@ -3,10 +3,11 @@
 
 use std::future::{pending, poll_fn};
 use std::net::SocketAddr;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::task::Poll;
 
 use bytes::{Bytes, BytesMut};
+use diy_mesh_http2::Role;
 use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -19,7 +20,8 @@ use crate::secure::io::Io;
 use crate::serve::copy::bidirectional;
 use crate::serve::http1::body::Relay;
 use crate::serve::http1::head::Framing;
-use crate::upstream::batched::Batched;
+use crate::upstream::connect::http2::{STREAM_WINDOW, config};
+use crate::upstream::multiplexed::Multiplexed;
 use diy_mesh_testkit::net::connected;
 use diy_mesh_testkit::wait::on_worker;
 
@@ -174,18 +176,23 @@ fn streamed_http2_bodies_arrive_whole_while_both_sides_pause() {
             }
         })
         .await;
-        let io = Batched::to_server(connect(app, Alpn::Http2).await, memory());
-        let handshake = h2::client::handshake(io.clone()).await;
-        let (mut sender, connection) = handshake.unwrap();
-        spawn_local(async move {
-            let mut connection = pin!(connection);
-            io.drive(|cx| connection.as_mut().poll(cx)).await
+        let config = config(Role::Client, STREAM_WINDOW);
+        let io = Multiplexed::new(connect(app, Alpn::Http2).await, memory(), config);
+        spawn_local({
+            let io = io.clone();
+            async move { io.drive(|_| Poll::<()>::Pending).await }
         });
         let request = http::Request::post("http://cart/").body(()).unwrap();
-        let (response, mut upload) = sender.send_request(request, false).unwrap();
-        let mut body = response.await.unwrap().into_body();
-        upload.send_data(vec![7; LENGTH].into(), false).unwrap();
-        assert_eq!(receive(&mut body, LENGTH).await, LENGTH);
+        let (upload, download) = io.streams().open(&request.into_parts().0, false).unwrap();
+        poll_fn(|cx| download.poll_response(cx)).await.unwrap();
+        upload.send(vec![7; LENGTH].into(), false).unwrap();
+        let mut received = 0;
+        while received < LENGTH {
+            let data = poll_fn(|cx| download.poll_data(cx)).await.unwrap().unwrap();
+            received += data.len();
+            download.release(data.len());
+        }
+        assert_eq!(received, LENGTH);
     });
 }
 

@@ -1,12 +1,13 @@
 //! A request of the proxy's own in HTTP/2: sent whole; its response is read whole, or dropped.
 
+use std::future::poll_fn;
 use std::pin::pin;
 use std::time::SystemTime;
 
 use bytes::BytesMut;
-use h2::RecvStream;
+use diy_mesh_http2::{Error, Receiver};
+use http::HeaderMap;
 use http::request::Parts;
-use http::{HeaderMap, Request};
 
 use crate::context::flow::Flow;
 use crate::http::answer::{Answer, Incomplete};
@@ -32,22 +33,26 @@ pub async fn attempt(
     attempt.in_flight.connected();
     let address = attempt.endpoint.address;
     let closed = |reason| AttemptError::closed(address, reason, call.is_repeatable);
-    let failed = |error: h2::Error| closed(error.to_string());
-    let request = Request::from_parts(parts.clone(), ());
+    let failed = |error: Error| closed(error.to_string());
     let body = &call.body;
-    let (response, mut stream) = lease.send(request, body.is_empty(), None).map_err(failed)?;
+    let (sender, receiver) = lease.send(parts, body.is_empty(), None).map_err(failed)?;
     if !body.is_empty() {
-        stream
-            .send_data(lease.io().queue(body.clone()), true)
-            .map_err(failed)?;
+        sender.send(body.clone(), true).map_err(failed)?;
     }
-    let (head, mut body) = response.await.map_err(failed)?.into_parts();
+    let head = loop {
+        let head = poll_fn(|cx| receiver.poll_response(cx))
+            .await
+            .map_err(failed)?;
+        if !head.message.status.is_informational() {
+            break head.message;
+        }
+    };
     let (status, is_peer) = (head.status.as_u16(), lease.is_peer());
     let verdict = Verdict::of(status, &head.headers, is_peer, SystemTime::now);
     let answered = attempt.answered(status, verdict, call.replayable(), flow);
     let (mut fields, mut kept) = (head.headers, BytesMut::new());
     let read = {
-        let reading = pin!(read(&mut body, &mut fields, &mut kept, call.max_answer));
+        let reading = pin!(read(&receiver, &mut fields, &mut kept, call.max_answer));
         attempt.deadline().limit(reading).await
     };
     lease.record_end();
@@ -62,14 +67,14 @@ pub async fn attempt(
 
 /// Reads a body to its end, with its trailers. Keeps at most `max` bytes, if it is not dropped.
 async fn read(
-    body: &mut RecvStream,
+    body: &Receiver,
     fields: &mut HeaderMap,
     kept: &mut BytesMut,
     max: Option<usize>,
 ) -> Result<(), Incomplete> {
-    while let Some(data) = body.data().await {
+    while let Some(data) = poll_fn(|cx| body.poll_data(cx)).await {
         let mut data = data?;
-        body.flow_control().release_capacity(data.len())?;
+        body.release(data.len());
         if let Some(max) = max {
             let is_longer = kept.len() + data.len() > max;
             data.truncate(max - kept.len());
@@ -79,6 +84,8 @@ async fn read(
             }
         }
     }
-    fields.extend(body.trailers().await?.unwrap_or_default());
+    if let Some(trailers) = poll_fn(|cx| body.poll_trailers(cx)).await? {
+        fields.extend(trailers.message);
+    }
     Ok(())
 }

@@ -5,20 +5,19 @@
 use std::future::{Future, poll_fn};
 use std::mem;
 use std::net::SocketAddr;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::task::{Context, Poll};
 use std::time::{Instant, SystemTime};
 
 use bytes::Bytes;
-use h2::client::ResponseFuture;
-use h2::server::SendResponse;
-use h2::{Reason, RecvStream, SendStream};
+use diy_mesh_http2::{Error, ErrorCode, Opened, Received, Sender};
 use http::request::Parts;
-use http::{Method, Request, Response, StatusCode};
+use http::response::Parts as ResponseParts;
+use http::{Method, Response, StatusCode};
 use tokio::time::timeout_at;
 
 use super::relay::{Message, Relay, RelayError, reset_code};
-use super::{Place, STREAM_COST, Stream, head};
+use super::{STREAM_COST, Stream, head};
 use crate::context::flow::Flow;
 use crate::context::record::ExchangeRecord;
 use crate::error::Failure;
@@ -36,7 +35,6 @@ use crate::serve::attempts::{Attempt, AttemptError, Replayable};
 use crate::serve::call::CallHead;
 use crate::serve::exchange::{self, Protocol};
 use crate::upstream::balance::Endpoint;
-use crate::upstream::batched::Queued;
 use crate::upstream::connect::http2::Lease;
 use diy_mesh_model::exchange::Direction;
 
@@ -46,19 +44,26 @@ const MAX_INTERIM: u32 = 16;
 
 /// Charges a request, which ends if that fails. Forwards it to an endpoint in a task of its own, and the
 /// response to the client, once it has a place. Fails if there is no memory for it, nor for a response.
-pub(super) fn start(
-    request: Request<RecvStream>,
-    mut respond: SendResponse<Queued>,
-    stream: Stream,
-) -> Result<(), Failure> {
-    let (parts, body) = request.into_parts();
+pub(super) fn start(opened: Opened, stream: Stream) -> Result<(), Failure> {
+    let Opened {
+        request: Received {
+            message: parts,
+            is_cut,
+        },
+        sender: respond,
+        receiver: body,
+    } = opened;
     let mut memory = stream.flow.charge();
     let cost = STREAM_COST + head::size(&parts);
     let refused = memory.begin(cost).err();
     if refused.is_some() {
         memory.hold(cost)?;
     }
-    let too_large = || head::too_large(&parts).map(Failure::HeadersTooLarge);
+    let too_large = || {
+        let limit = is_cut.then_some(TooLarge::Header);
+        let limit = limit.or_else(|| head::too_large(&parts));
+        limit.map(Failure::HeadersTooLarge)
+    };
     let malformed = || head::malformed(&parts).map(Failure::BadRequest);
     let refused = refused.or_else(too_large).or_else(malformed);
     let is_grpc = head::is_grpc(&parts.headers);
@@ -70,27 +75,34 @@ pub(super) fn start(
     // Boxed where it is made: a task moves its future twice, and this one has several KiB. A function
     // would hold its arguments twice.
     tokio::task::spawn_local(Box::pin(async move {
-        let Some(place) = stream.place(&mut respond).await else {
+        let shared = stream.clone_shared();
+        let flow = shared.flow.clone();
+        let mut client = Http2 {
+            respond,
+            upload: Relay::new(body, Message::Request),
+            is_grpc,
+            has_response: false,
+            interim_left: MAX_INTERIM,
+            is_continued: false,
+            stream,
+            cost: memory.amount(),
+            memory,
+        };
+        // If the client resets the stream meanwhile, the application has not seen it: it does not count.
+        let mut waiting = pin!(shared.place());
+        let place = poll_fn(|cx| match waiting.as_mut().poll(cx) {
+            Poll::Pending => client.poll_gone(cx).map(|()| None),
+            taken => taken,
+        });
+        let Some(_place) = place.await else {
             return;
         };
-        let flow = stream.flow.clone();
         let mut exchange = Exchange {
             head: parts,
             record: ExchangeRecord::new(&flow, HttpVersion::Http2),
             allowed: flow.allowed(),
             added: exchange::Added::default(),
-            client: Http2 {
-                respond,
-                upload: Relay::new(body, Message::Request),
-                is_grpc,
-                to_client: None,
-                interim_left: MAX_INTERIM,
-                is_continued: false,
-                stream,
-                _place: place,
-                cost: memory.amount(),
-                memory,
-            },
+            client,
         };
         let ended = match refused {
             Some(failure) => exchange.refuse(failure),
@@ -106,18 +118,16 @@ pub(super) fn start(
 
 /// The client of an exchange.
 struct Http2 {
-    respond: SendResponse<Queued>,
+    respond: Sender,
     upload: Relay,
     is_grpc: bool,
-    /// The response's stream, once its head was sent.
-    to_client: Option<SendStream<Queued>>,
+    /// The head of the response was sent.
+    has_response: bool,
     /// The number of interim responses that the client still gets.
     interim_left: u32,
     /// The proxy has sent 100 (Continue): the client does not get this response from the application.
     is_continued: bool,
     stream: Stream,
-    /// Held until the exchange ends.
-    _place: Place,
     /// Charged for the stream and the heads, and for what the relays hold.
     memory: Charge,
     /// The memory of the stream and the heads.
@@ -127,28 +137,28 @@ struct Http2 {
 type Exchange = exchange::Exchange<Http2>;
 type Outcome = exchange::Outcome<End, Tunnel>;
 /// The head of the response, and the stream.
-type Tunnel = Box<(Response<RecvStream>, Upstream)>;
+type Tunnel = Box<(ResponseParts, Upstream)>;
 
 /// How a response ended.
 enum End {
     /// It was relayed, or cut off.
     Relayed,
     /// The upstream reset the stream before: the client gets the same code.
-    Reset(Reason),
+    Reset(ErrorCode),
 }
 
 /// The stream to the endpoint. Fields are dropped in this order: the stream before its slot.
 struct Upstream {
-    response: ResponseFuture,
-    to_upstream: SendStream<Queued>,
+    sender: Sender,
+    download: Relay,
     lease: Lease,
 }
 
 /// Why an attempt ended early.
 enum Ended {
     /// The client reset the stream.
-    Client(Reason),
-    Upstream(h2::Error),
+    Client(ErrorCode),
+    Upstream(Error),
     /// No memory is left for what waits.
     Overloaded,
     /// The policy has changed and does not allow the request, or trailers are over the limit.
@@ -176,7 +186,7 @@ impl Exchange {
             }
             Ok(Outcome::Ended(End::Reset(code))) => {
                 self.cut_off("the application reset the stream", code);
-                self.client.respond.send_reset(code);
+                self.client.respond.reset(code);
             }
             Err(Answer::Failure(failure)) if self.record.has_response() => {
                 self.fail_response(&failure, &failure.to_string());
@@ -214,28 +224,29 @@ impl Exchange {
             self.client.stream.places.clone(),
             self.client.upload.is_done(),
         );
-        let (response, to_upstream) = match lease.send(request, is_complete, Some(places)) {
+        let (sender, receiver) = match lease.send(&request, is_complete, Some(places)) {
             Ok(stream) => stream,
             Err(error) => return self.failed(&error, attempt, &lease, false),
         };
+        let from_proxy = lease.is_peer();
         let mut upstream = Upstream {
-            response,
-            to_upstream,
+            sender,
+            download: Relay::new(receiver, Message::Response { from_proxy }),
             lease,
         };
-        let mut response = match poll_fn(|cx| self.poll_response(cx, &mut upstream)).await {
+        let response = match poll_fn(|cx| self.poll_response(cx, &mut upstream)).await {
             Ok(response) => response,
             Err(Ended::Client(code)) => {
-                upstream.to_upstream.send_reset(code);
+                upstream.sender.reset(code);
                 self.cut_off("the client closed", code);
                 return Ok(Outcome::Left);
             }
             Err(Ended::Overloaded) => {
-                upstream.to_upstream.send_reset(Reason::CANCEL);
+                upstream.sender.reset(ErrorCode::CANCEL);
                 return Err(AttemptError::last(Failure::MemoryExhausted));
             }
             Err(Ended::Failed(failure)) => {
-                upstream.to_upstream.send_reset(Reason::CANCEL);
+                upstream.sender.reset(ErrorCode::CANCEL);
                 return Err(AttemptError::last(failure));
             }
             Err(Ended::Upstream(error)) => {
@@ -243,30 +254,34 @@ impl Exchange {
                 return self.failed(&error, attempt, &upstream.lease, true);
             }
         };
+        let Received {
+            message: mut response,
+            is_cut,
+        } = response;
         if upstream.lease.supports_extended_connect() {
             flow.destination.supports_extended_connect.set(true);
         }
         let is_peer = upstream.lease.is_peer();
-        Edits::of(response_edits(is_peer)).apply(response.headers_mut());
-        let status = response.status().as_u16();
-        let verdict = Verdict::of(status, response.headers(), is_peer, SystemTime::now);
+        Edits::of(response_edits(is_peer)).apply(&mut response.headers);
+        let status = response.status.as_u16();
+        let verdict = Verdict::of(status, &response.headers, is_peer, SystemTime::now);
         let request = Replayable {
             is_kept: self.client.upload.can_rewind(),
             is_idempotent: self.head.method.is_idempotent(),
         };
         if let Err(error) = attempt.answered(status, verdict, request, flow) {
-            if self.client.upload.is_complete() && !response.body().is_end_stream() {
+            if self.client.upload.is_complete() && !upstream.download.is_done() {
                 let mut memory = self.client.stream.flow.charge();
                 if memory.begin(STREAM_COST).is_ok() {
-                    in_background(memory, discard(upstream, response.into_body()));
+                    in_background(memory, discard(upstream));
                 }
             }
             return Err(error);
         }
         self.client.upload.discard_replay();
-        let size = head::fields_size(response.headers());
-        if size > MAX_SECTION {
-            upstream.to_upstream.send_reset(Reason::ENHANCE_YOUR_CALM);
+        let size = head::fields_size(&response.headers);
+        if is_cut || size > MAX_SECTION {
+            upstream.sender.reset(ErrorCode::ENHANCE_YOUR_CALM);
             let limit = TooLarge::Header;
             let failure = Failure::UpstreamTooLarge { address, limit };
             return Err(AttemptError::last(failure));
@@ -275,7 +290,7 @@ impl Exchange {
         if self.client.charge(0).is_err() {
             return Err(AttemptError::last(Failure::MemoryExhausted));
         }
-        if self.head.method == Method::CONNECT && response.status().is_success() {
+        if self.head.method == Method::CONNECT && response.status.is_success() {
             return Ok(Outcome::Tunnel(Box::new((response, upstream))));
         }
         let relayed = self.relay_response(response, &mut upstream, plan, &attempt.endpoint);
@@ -283,7 +298,7 @@ impl Exchange {
     }
 
     /// The head for the endpoint.
-    fn next_request(&self, attempt: &Attempt<'_>, lease: &Lease) -> Request<()> {
+    fn next_request(&self, attempt: &Attempt<'_>, lease: &Lease) -> Parts {
         let mut parts = self.head.clone();
         if let Some(announced) = attempt.announced(lease.is_peer(), self.record.id()) {
             announced.add_to(&mut parts.headers, lease.take_first_announcement());
@@ -292,7 +307,7 @@ impl Exchange {
         if attempt.endpoint.info.server_tls().is_some() {
             head::set_https(&mut parts);
         }
-        Request::from_parts(parts, ())
+        parts
     }
 
     /// Acquires a slot on a connection to the endpoint. For an extended CONNECT request, the peer of
@@ -332,38 +347,40 @@ impl Exchange {
         &mut self,
         cx: &mut Context<'_>,
         upstream: &mut Upstream,
-    ) -> Poll<Result<Response<RecvStream>, Ended>> {
+    ) -> Poll<Result<Received<ResponseParts>, Ended>> {
         self.client.stream.record_progress();
         self.judge_again().map_err(Ended::Failed)?;
         self.poll_upload(cx, upstream)?;
         if self.client.charge(0).is_err() {
             return Poll::Ready(Err(Ended::Overloaded));
         }
-        while self.client.interim_left > 0 {
-            match upstream.response.poll_informational(cx) {
-                Poll::Ready(Some(Ok(mut interim))) => {
-                    let edits = response_edits(upstream.lease.is_peer());
-                    Edits::of(edits).apply(interim.headers_mut());
-                    if !self.client.is_continued || interim.status() != StatusCode::CONTINUE {
-                        // An error means that the client has closed, which is detected below.
-                        drop(self.client.respond.send_informational(interim));
-                    }
-                    self.client.interim_left -= 1;
-                }
-                Poll::Ready(_) => self.client.interim_left = 0,
-                // Nothing has arrived: the response would be pending too.
+        loop {
+            let response = match upstream.download.poll_head(cx) {
+                Poll::Ready(response) => response.map_err(Ended::Upstream)?,
                 Poll::Pending => return self.poll_client_reset(cx),
+            };
+            if !response.message.status.is_informational() {
+                return Poll::Ready(Ok(response));
+            }
+            if self.client.interim_left > 0 {
+                self.client.interim_left -= 1;
+                self.send_interim(response.message, upstream.lease.is_peer());
             }
         }
-        match Pin::new(&mut upstream.response).poll(cx) {
-            Poll::Ready(response) => Poll::Ready(response.map_err(Ended::Upstream)),
-            Poll::Pending => self.poll_client_reset(cx),
+    }
+
+    /// Sends an interim response, except a second 100 (Continue).
+    fn send_interim(&mut self, mut interim: ResponseParts, is_peer: bool) {
+        Edits::of(response_edits(is_peer)).apply(&mut interim.headers);
+        if !self.client.is_continued || interim.status != StatusCode::CONTINUE {
+            // An error means that the client has closed, which is detected elsewhere.
+            drop(self.client.respond.respond(&interim, false));
         }
     }
 
     fn poll_client_reset<T>(&mut self, cx: &mut Context<'_>) -> Poll<Result<T, Ended>> {
         let reset = self.client.respond.poll_reset(cx);
-        reset.map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))))
+        reset.map(|error| Err(Ended::Client(reset_code(&error))))
     }
 
     /// Relays the request's body. Fails if the client does. An upstream that reads no more may have
@@ -377,13 +394,7 @@ impl Exchange {
             }
             return Ok(());
         }
-        let Upstream {
-            to_upstream, lease, ..
-        } = upstream;
-        match (self.client.upload).poll(cx, to_upstream, lease.io(), &mut self.record) {
-            Poll::Pending if self.client.upload.is_blocked() => {
-                self.client.upload.read_ahead(cx, &mut self.record);
-            }
+        match (self.client.upload).poll(cx, &upstream.sender, &mut self.record) {
             Poll::Pending => {}
             Poll::Ready(Ok(())) => self.record.send_mirror(),
             Poll::Ready(Err(RelayError::ReceiverClosed)) => self.client.upload.stop(),
@@ -401,18 +412,18 @@ impl Exchange {
     /// Relays the response to the client, and the rest of the request to the upstream.
     async fn relay_response(
         &mut self,
-        response: Response<RecvStream>,
+        response: ResponseParts,
         upstream: &mut Upstream,
         plan: &Plan,
         endpoint: &Endpoint,
     ) -> Outcome {
-        let from_proxy = upstream.lease.is_peer();
-        let Ok(mut download) = self.send_head(response, from_proxy, plan, endpoint) else {
-            upstream.to_upstream.send_reset(Reason::CANCEL);
+        let is_whole = upstream.download.is_done();
+        if self.send_head(response, is_whole, plan, endpoint).is_err() {
+            upstream.sender.reset(ErrorCode::CANCEL);
             return Outcome::Left;
-        };
+        }
         let address = endpoint.address;
-        let relayed = poll_fn(|cx| self.poll_relay(cx, upstream, &mut download, address)).await;
+        let relayed = poll_fn(|cx| self.poll_relay(cx, upstream, address)).await;
         match relayed {
             Ok(()) => {
                 upstream.lease.record_end();
@@ -423,18 +434,18 @@ impl Exchange {
                 Outcome::Ended(End::Relayed)
             }
             Err(Ended::Client(code)) => {
-                upstream.to_upstream.send_reset(code);
+                upstream.sender.reset(code);
                 self.cut_off("the client closed", code);
                 Outcome::Left
             }
             Err(Ended::Overloaded) => {
-                upstream.to_upstream.send_reset(Reason::CANCEL);
+                upstream.sender.reset(ErrorCode::CANCEL);
                 let cut_off = "cut off: the client does not read it, and no memory is left for it";
                 self.fail_response(&Failure::MemoryExhausted, cut_off);
                 Outcome::Ended(End::Relayed)
             }
             Err(Ended::Failed(failure)) => {
-                upstream.to_upstream.send_reset(Reason::CANCEL);
+                upstream.sender.reset(ErrorCode::CANCEL);
                 self.fail_response(&failure, &failure.to_string());
                 Outcome::Ended(End::Relayed)
             }
@@ -446,32 +457,25 @@ impl Exchange {
         }
     }
 
-    /// Sends the head of the response. Returns what relays the rest.
+    /// Sends the head of the response. `is_whole`: no body follows.
     fn send_head(
         &mut self,
-        response: Response<RecvStream>,
-        from_proxy: bool,
+        mut head: ResponseParts,
+        is_whole: bool,
         plan: &Plan,
         endpoint: &Endpoint,
-    ) -> Result<Relay, h2::Error> {
-        let (mut parts, body) = response.into_parts();
+    ) -> Result<(), Error> {
         if plan.rule().is_some() {
             let session = plan.session_edit(endpoint.tag());
             let edits = plan.response_edits(&[], &session);
-            edits.apply(&mut parts.headers);
+            edits.apply(&mut head.headers);
         }
         self.record
-            .response(parts.status, b"", &parts.headers, Edits::default());
-        let download = Relay::new(body, Message::Response { from_proxy });
-        let is_grpc = self.client.is_grpc && head::is_grpc(&parts.headers);
-        let head = Response::from_parts(parts, ());
-        let to_client = self
-            .client
-            .respond
-            .send_response(head, download.is_done())?;
-        self.client.is_grpc = is_grpc;
-        self.client.to_client = Some(to_client);
-        Ok(download)
+            .response(head.status, b"", &head.headers, Edits::default());
+        self.client.respond.respond(&head, is_whole)?;
+        self.client.is_grpc = self.client.is_grpc && head::is_grpc(&head.headers);
+        self.client.has_response = true;
+        Ok(())
     }
 
     /// Relays both bodies. Ready when both have ended.
@@ -479,46 +483,35 @@ impl Exchange {
         &mut self,
         cx: &mut Context<'_>,
         upstream: &mut Upstream,
-        download: &mut Relay,
         address: SocketAddr,
     ) -> Poll<Result<(), Ended>> {
         self.client.stream.record_progress();
         self.judge_again().map_err(Ended::Failed)?;
         self.poll_upload(cx, upstream)?;
-        let to_client = self.client.to_client.as_mut();
-        if let Some(to_client) = to_client.filter(|_| !download.is_done()) {
-            match download.poll(cx, to_client, &self.client.stream.io, &mut self.record) {
-                Poll::Ready(Ok(())) => {}
-                Poll::Ready(Err(RelayError::Sender(error))) => {
-                    return Poll::Ready(Err(Ended::Upstream(error)));
+        let Upstream {
+            sender, download, ..
+        } = upstream;
+        match download.poll(cx, &self.client.respond, &mut self.record) {
+            Poll::Ready(Ok(())) => {}
+            Poll::Ready(Err(RelayError::Sender(error))) => {
+                return Poll::Ready(Err(Ended::Upstream(error)));
+            }
+            Poll::Ready(Err(RelayError::TooLarge)) => {
+                let limit = TooLarge::Trailers;
+                let failure = Failure::UpstreamTooLarge { address, limit };
+                return Poll::Ready(Err(Ended::Failed(failure)));
+            }
+            // If the client has closed its stream, this returns the error code.
+            Poll::Ready(Err(RelayError::ReceiverClosed)) | Poll::Pending => {
+                if self.client.charge(download.held()).is_err() {
+                    return Poll::Ready(Err(Ended::Overloaded));
                 }
-                Poll::Ready(Err(RelayError::TooLarge)) => {
-                    let limit = TooLarge::Trailers;
-                    let failure = Failure::UpstreamTooLarge { address, limit };
-                    return Poll::Ready(Err(Ended::Failed(failure)));
-                }
-                // If the client has closed its stream, this returns the error code.
-                Poll::Ready(Err(RelayError::ReceiverClosed)) | Poll::Pending => {
-                    let held = if download.is_blocked() {
-                        download.read_ahead(cx, &mut self.record)
-                    } else {
-                        0
-                    };
-                    upstream.lease.record_held(held);
-                    if self.client.charge(held).is_err() {
-                        return Poll::Ready(Err(Ended::Overloaded));
-                    }
-                    let to_client = self.client.to_client.as_mut();
-                    return to_client.map_or(Poll::Pending, |to_client| {
-                        let reset = to_client.poll_reset(cx);
-                        reset.map(|code| Err(Ended::Client(code.unwrap_or(Reason::CANCEL))))
-                    });
-                }
+                return self.poll_client_reset(cx);
             }
         }
         if !self.client.upload.is_done() {
             // The response has ended. The upstream may still read the request, until it resets it.
-            if upstream.to_upstream.poll_reset(cx).is_pending() {
+            if sender.poll_reset(cx).is_pending() {
                 return Poll::Pending;
             }
             self.client.upload.stop();
@@ -530,7 +523,7 @@ impl Exchange {
     /// the connection has taken the stream.
     fn failed(
         &mut self,
-        error: &h2::Error,
+        error: &Error,
         attempt: &mut Attempt<'_>,
         lease: &Lease,
         is_sent: bool,
@@ -543,15 +536,15 @@ impl Exchange {
         if let Some(rejected) = rejected {
             return Err(rejected);
         }
-        // The peer has not processed this stream.
-        let refused = error.reason() == Some(Reason::REFUSED_STREAM);
-        let unprocessed = error.is_remote() && (error.is_go_away() || refused);
-        if error.is_remote() && refused && lease.was_over_limit() && attempt.may_requeue() {
+        let refused = *error == Error::Reset(ErrorCode::REFUSED_STREAM);
+        if refused && lease.was_over_limit() && attempt.may_requeue() {
             return Err(AttemptError::over_limit(address, reason));
         }
-        match error.reason() {
-            Some(code) if error.is_remote() && !unprocessed => Ok(Outcome::Ended(End::Reset(code))),
-            Some(_) if error.is_library() => Err(AttemptError::malformed(address, reason)),
+        // The peer has not processed this stream.
+        let unprocessed = refused || matches!(error, Error::GoAway(_));
+        match error {
+            Error::Reset(code) if !unprocessed => Ok(Outcome::Ended(End::Reset(*code))),
+            Error::Violation(_) => Err(AttemptError::malformed(address, reason)),
             _ if !lease.is_settled() && is_repeatable => Err(AttemptError::unsettled(address)),
             _ => {
                 // The peer may close a pooled connection just when it is used.
@@ -563,11 +556,11 @@ impl Exchange {
     }
 
     /// The upstream's stream ended within its response.
-    fn break_off(&mut self, error: &h2::Error, address: SocketAddr) {
+    fn break_off(&mut self, error: &Error, address: SocketAddr) {
         let code = reset_code(error);
-        if error.is_reset() && error.is_remote() {
+        if matches!(error, Error::Reset(_)) {
             self.cut_off("the application reset the stream", code);
-            return self.client.respond.send_reset(code);
+            return self.client.respond.reset(code);
         }
         let reason = error.to_string();
         let cut_off = format!("cut off before the response ended: {error}");
@@ -579,16 +572,15 @@ impl Exchange {
         self.record.fail(failure);
         self.record.cut_off(cut_off);
         let trailers = LocalReply::from(failure).grpc_trailers();
-        let ended = match &mut self.client.to_client {
-            Some(to_client) if self.client.is_grpc => to_client.send_trailers(trailers).is_ok(),
-            _ => false,
-        };
+        let respond = &self.client.respond;
+        let takes_trailers = self.client.has_response && self.client.is_grpc;
+        let ended = takes_trailers && respond.send_trailers(trailers).is_ok();
         if !ended {
-            self.client.respond.send_reset(match failure {
+            respond.reset(match failure {
                 Failure::HeadersTooLarge(_) | Failure::UpstreamTooLarge { .. } => {
-                    Reason::ENHANCE_YOUR_CALM
+                    ErrorCode::ENHANCE_YOUR_CALM
                 }
-                _ => Reason::INTERNAL_ERROR,
+                _ => ErrorCode::INTERNAL_ERROR,
             });
         }
     }
@@ -605,15 +597,15 @@ impl Exchange {
         };
         // A client that has closed needs no response. Dropped, the stream tells the client that the
         // rest of its request is not read.
-        if let Ok(mut stream) = self.client.respond.send_response(head, body.is_empty())
-            && !body.is_empty()
-        {
-            let _ = stream.send_data(self.client.stream.io.queue(body), true);
+        let (head, ()) = head.into_parts();
+        let sent = self.client.respond.respond(&head, body.is_empty());
+        if sent.is_ok() && !body.is_empty() {
+            let _ = self.client.respond.send(body, true);
         }
         self.client.stream.io.queue_ended(self.client.cost);
     }
 
-    fn cut_off(&mut self, what: &str, code: Reason) {
+    fn cut_off(&mut self, what: &str, code: ErrorCode) {
         self.record.cut_off(&format!("{what}: {code:?}"));
     }
 }
@@ -667,12 +659,15 @@ impl Protocol for Http2 {
         relayed.await
     }
 
-    fn poll_left(&mut self, cx: &mut Context<'_>, record: &mut ExchangeRecord) -> Poll<()> {
-        self.upload.read_ahead(cx, record);
+    fn poll_left(&mut self, cx: &mut Context<'_>, _record: &mut ExchangeRecord) -> Poll<()> {
         self.poll_gone(cx)
     }
 
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        // The client sends more than there is memory for, while nobody takes it.
+        if self.charge(0).is_err() {
+            self.respond.reset(ErrorCode::ENHANCE_YOUR_CALM);
+        }
         self.respond.poll_reset(cx).map(drop)
     }
 
@@ -693,7 +688,7 @@ impl Protocol for Http2 {
                 let mut interim = Response::new(());
                 *interim.status_mut() = StatusCode::CONTINUE;
                 // An error means that the client has closed, which is detected below.
-                drop(self.respond.send_informational(interim));
+                drop(self.respond.respond(&interim.into_parts().0, false));
             }
             self.poll_gone(cx).map(|()| Ok(None))
         })
@@ -708,22 +703,26 @@ impl Protocol for Http2 {
 impl Http2 {
     /// Charges what the exchange holds, with this part of its response.
     fn charge(&mut self, response: usize) -> Result<(), Failure> {
-        let held = self.cost + self.upload.kept() + response;
+        let held = self.cost + self.upload.held() + response;
         self.memory.hold(held)
     }
 }
 
 /// Reads the rest of a response in whose place another attempt follows, so that its stream ends
 /// without a reset.
-async fn discard(upstream: Upstream, mut body: RecvStream) {
-    let mut left = MAX_DISCARD;
-    while let Some(Ok(data)) = body.data().await {
+async fn discard(upstream: Upstream) {
+    let Upstream {
+        sender: _sender,
+        download,
+        lease,
+    } = upstream;
+    let (body, mut left) = (download.into_body(), MAX_DISCARD);
+    while let Some(Ok(data)) = poll_fn(|cx| body.poll_data(cx)).await {
         if data.len() > left {
             return;
         }
         left -= data.len();
-        // Fails only if the stream is closed.
-        let _ = body.flow_control().release_capacity(data.len());
+        body.release(data.len());
     }
-    upstream.lease.record_end();
+    lease.record_end();
 }

@@ -1,7 +1,8 @@
-//! HTTP/2 heads: the checks beyond the checks by `h2`, and the changes for the next hop. `h2`
-//! rejects connection-specific fields, repeated or misplaced pseudo-fields and a wrong
+//! HTTP/2 heads: the checks beyond the protocol's, and the changes for the next hop. The crate
+//! `diy-mesh-http2` rejects connection-specific fields, repeated or misplaced pseudo-fields and a wrong
 //! Content-Length.
 
+use diy_mesh_http2::Protocol;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, COOKIE, HOST};
 use http::request::Parts;
 use http::uri::{Authority, PathAndQuery, Scheme};
@@ -69,10 +70,7 @@ pub fn view(parts: &Parts) -> RequestView<'_> {
 
 /// The protocol that an extended CONNECT asks for (RFC 8441, section 4).
 pub(super) fn extended_protocol(parts: &Parts) -> Option<&str> {
-    parts
-        .extensions
-        .get::<h2::ext::Protocol>()
-        .map(h2::ext::Protocol::as_str)
+    parts.extensions.get::<Protocol>().map(Protocol::as_str)
 }
 
 /// Prepares the head for the next hop. Fails if the route's path does not fit into a target.
@@ -83,10 +81,6 @@ pub fn prepare(parts: &mut Parts, edits: Edits<'_>) -> Result<(), Failure> {
         parts.uri = rewritten.map_err(|_| {
             Failure::BadRequest("the path is invalid or too long after the rewrite of its route")
         })?;
-    }
-    // Without :authority, which is right if there is a Host, `h2` takes a scheme only of HTTP/1.
-    if parts.uri.authority().is_none() {
-        parts.version = Version::HTTP_11;
     }
     Ok(())
 }

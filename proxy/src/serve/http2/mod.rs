@@ -2,7 +2,8 @@
 //! connection. `exchange.rs` forwards each of its streams independently. `connect/http2.rs` manages
 //! the connections to endpoints.
 //!
-//! The constants in this file limit the resources that one client connection uses. A flood closes
+//! The constants in this file, and `connect::http2::config`, limit the resources that one client
+//! connection uses. A flood closes
 //! only the connection that it arrives on.
 
 pub mod call;
@@ -14,40 +15,27 @@ mod tests;
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use diy_mesh_http2::{Config, Connection, Error, ErrorCode, Role};
 use diy_mesh_runtime::admission::Class;
-use h2::Reason;
-use h2::server::{Builder, Connection, SendResponse};
 use tokio::sync::Semaphore;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Sleep, sleep};
 
 use crate::context::flow::Flow;
 use crate::context::record::ConnectionRecord;
 use crate::error::Failure;
 use crate::limits::lifetime::{Expiry, drained_or};
-use crate::limits::memory::{Charge, is_under_pressure};
 use crate::limits::timeouts::{IdleTimer, TimeoutKind};
 use crate::secure::io::Io;
-use crate::upstream::batched::{Batched, Queued};
 use crate::upstream::connect;
-use crate::upstream::connect::http2::{
-    CONNECTION_COST, CONNECTION_WINDOW, DATA_FRAME_BUDGET, MAX_HEADER_LIST, MAX_LOCAL_RESETS,
-    MAX_SEND_BUFFER, MIN_CONNECTION_WINDOW, STREAM_WINDOW,
-};
+use crate::upstream::connect::http2::{CONNECTION_COST, MAX_STREAMS, STREAM_WINDOW};
+use crate::upstream::multiplexed::Multiplexed;
 
-/// The maximum number of concurrent streams of a client connection, and of its requests that the
-/// application has. Those whose streams were reset count until the application has read the reset.
-const MAX_STREAMS: u32 = 250;
-/// The maximum number of streams that the client has reset before the proxy accepted them: all that
-/// it may open at once.
-const MAX_PENDING_RESETS: usize = MAX_STREAMS as usize;
-/// The maximum number of streams that the proxy resets because of protocol errors of the client.
-const MAX_ERROR_RESETS: usize = 100;
 /// The number of streams per second that the client may reset above those that are completed. After
 /// more of them, new streams wait.
 const MAX_RESETS_PER_SECOND: u32 = 100;
@@ -72,42 +60,28 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         ConnectionRecord::new(&flow).fail(&failure);
         return io.reset_on_drop();
     }
-    let io = Batched::of_client(io, memory);
-    let mut settings = settings();
-    let supports_extended_connect = flow.destination.supports_extended_connect.get();
-    if supports_extended_connect {
-        settings.enable_connect_protocol();
-    }
-    let mut handshake = pin!(settings.handshake::<_, Queued>(io.clone()));
-    let window = flow.charge();
-    let timeouts = flow.worker.config.timeouts;
-    let handshake = io.drive(|cx| handshake.as_mut().poll(cx));
-    let connection = match timeout(timeouts.request_head, handshake).await {
-        Ok(Ok(connection)) => connection,
-        Ok(Err(error)) => {
-            return tracing::debug!(peer = %flow.peer, "invalid HTTP/2 preface: {error}");
-        }
-        Err(_) => return flow.count_timeout(TimeoutKind::RequestHead),
+    let config = Config {
+        enable_connect_protocol: flow.destination.supports_extended_connect.get(),
+        ..connect::http2::config(Role::Server, STREAM_WINDOW)
     };
+    let io = Multiplexed::new(io, memory, config);
+    let timeouts = flow.worker.config.timeouts;
     let drain = flow.worker.drain.clone();
     let shared = Rc::new(Shared::new(flow.clone(), io.clone()));
     let mut retire = pin!(drained_or(&drain, retires_at));
     let mut client = ClientConnection {
-        connection,
         shared,
         bytes_at_progress: 0,
         control_since: Instant::now(),
         idle: IdleTimer::new(timeouts.http2_idle),
-        window,
+        settings: Some(Box::pin(sleep(timeouts.request_head))),
         draining: false,
-        flooded: false,
-        supports_extended_connect,
         expiry,
     };
     let end = io.drive(|cx| client.poll(cx, retire.as_mut())).await;
     drop(client);
     match end {
-        End::Closed => {}
+        End::Closed => io.shut_down().await,
         End::Rejected => io.linger().await,
         End::Expired => io.reset_on_drop(),
         End::Overloaded(failure) => {
@@ -115,21 +89,6 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
             io.reset_on_drop();
         }
     }
-}
-
-fn settings() -> Builder {
-    let mut builder = Builder::new();
-    builder
-        .max_concurrent_streams(MAX_STREAMS)
-        .max_header_list_size(MAX_HEADER_LIST)
-        .initial_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(MIN_CONNECTION_WINDOW)
-        .max_send_buffer_size(MAX_SEND_BUFFER)
-        .data_frame_budget(DATA_FRAME_BUDGET)
-        .max_concurrent_reset_streams(MAX_LOCAL_RESETS)
-        .max_pending_accept_reset_streams(MAX_PENDING_RESETS)
-        .max_local_error_reset_streams(Some(MAX_ERROR_RESETS));
-    builder
 }
 
 /// How a client connection ended.
@@ -145,20 +104,16 @@ enum End {
 
 /// The server side of a client connection.
 struct ClientConnection {
-    connection: Connection<Batched, Queued>,
     shared: Rc<Shared>,
-    /// The number of bytes read at the last progress on a stream.
+    /// The number of bytes of control frames at the last progress on a stream.
     bytes_at_progress: u64,
     /// The start of the period in which control frames count.
     control_since: Instant,
     idle: IdleTimer,
-    /// The memory for the connection's flow-control window.
-    window: Charge,
+    /// The time for the client's SETTINGS, until they have arrived.
+    settings: Option<Pin<Box<Sleep>>>,
     /// GOAWAY was sent: the client opens no new streams.
     draining: bool,
-    flooded: bool,
-    /// SETTINGS_ENABLE_CONNECT_PROTOCOL was sent: the client may open WebSockets.
-    supports_extended_connect: bool,
     expiry: Expiry,
 }
 
@@ -178,40 +133,45 @@ impl ClientConnection {
         let slot = &self.shared.flow.slot;
         if !self.draining && (slot.is_asked_to_end() || retire.poll(cx).is_ready()) {
             self.draining = true;
-            self.connection.graceful_shutdown();
+            self.shared.io.with(Connection::drain);
         }
         let destination = &self.shared.flow.destination;
-        if !self.supports_extended_connect && destination.supports_extended_connect.get() {
-            // Fails until the client has acknowledged earlier settings. Then the next poll tries
-            // again.
-            self.supports_extended_connect = self.connection.enable_connect_protocol().is_ok();
+        let io = self.shared.io.clone();
+        if destination.supports_extended_connect.get() {
+            io.with(Connection::enable_connect_protocol);
         }
-        loop {
-            match self.connection.poll_accept(cx) {
-                Poll::Ready(Some(Ok((request, respond)))) => {
-                    self.shared.record_progress();
-                    let stream = Stream::open(&self.shared, !request.body().is_end_stream());
-                    if let Err(failure) = exchange::start(request, respond, stream) {
-                        return Poll::Ready(End::Overloaded(failure));
-                    }
-                }
-                Poll::Ready(Some(Err(error))) => {
-                    tracing::debug!(peer = %self.shared.flow.peer, "client connection failed: {error}");
-                    return Poll::Ready(End::rejected_if(error.is_library()));
-                }
-                Poll::Ready(None) => return Poll::Ready(End::rejected_if(self.flooded)),
-                Poll::Pending if !self.flooded && self.is_flood() => {
-                    self.flooded = true;
-                    self.connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM);
-                }
-                Poll::Pending => break,
+        if let Some(timer) = &mut self.settings {
+            if io.is_settled() {
+                self.settings = None;
+            } else if timer.as_mut().poll(cx).is_ready() {
+                self.shared.flow.count_timeout(TimeoutKind::RequestHead);
+                return Poll::Ready(End::Closed);
             }
         }
-        let streams = self.shared.open.get() as usize;
-        self.shared.io.open_streams(streams);
-        self.resize_window();
+        if let Some(error) = io.ended() {
+            tracing::debug!(peer = %self.shared.flow.peer, "client connection ended: {error}");
+            return Poll::Ready(match error {
+                Error::Violation(_) => End::Rejected,
+                _ => End::Closed,
+            });
+        }
+        while let Some(opened) = io.streams().accept() {
+            self.shared.record_progress();
+            let stream = Stream::open(&self.shared);
+            if let Err(failure) = exchange::start(opened, stream) {
+                return Poll::Ready(End::Overloaded(failure));
+            }
+        }
+        if self.is_flood() {
+            io.with(|connection| connection.close(ErrorCode::ENHANCE_YOUR_CALM, &Error::Closed));
+            return Poll::Ready(End::Rejected);
+        }
+        if io.with(|connection| connection.is_drained()) {
+            return Poll::Ready(End::Closed);
+        }
+        io.open_streams(self.shared.open.get() as usize);
         let slot = &self.shared.flow.slot;
-        if self.connection.has_streams() || self.shared.places.are_taken(cx) {
+        if io.with(|connection| connection.has_streams()) || self.shared.places.are_taken(cx) {
             self.idle.touch();
             slot.touch();
         } else if self.shared.has_served.get() {
@@ -225,57 +185,24 @@ impl ClientConnection {
             }
             self.draining = true;
             self.idle.touch();
-            self.connection.graceful_shutdown();
+            io.with(Connection::drain);
             cx.waker().wake_by_ref();
         }
         Poll::Pending
     }
 
-    /// Increases the flow-control window with the number of streams that have a body while there is memory
-    /// for it.
-    fn resize_window(&mut self) {
-        let streams = self.shared.with_body.get();
-        if streams == 0 && self.window.amount() > 0 && is_under_pressure() {
-            drop(std::mem::replace(
-                &mut self.window,
-                self.shared.flow.charge(),
-            ));
-            self.connection
-                .set_target_window_size(MIN_CONNECTION_WINDOW);
-            return;
-        }
-        let streams = streams.min(CONNECTION_WINDOW / STREAM_WINDOW);
-        let wanted = streams.next_power_of_two() * STREAM_WINDOW;
-        if streams > 0
-            && wanted as usize > self.window.amount()
-            && self.window.try_grow(wanted as usize)
-        {
-            self.connection.set_target_window_size(wanted);
-        }
-    }
-
-    /// Whether the client floods the connection with control frames, or with one header block.
+    /// Whether the client floods the connection with control frames.
     fn is_flood(&mut self) -> bool {
-        let bytes_read = self.shared.io.bytes_read();
+        let bytes = self.shared.io.with(|connection| connection.control_bytes());
         if self.shared.progress.take() {
-            self.bytes_at_progress = bytes_read;
+            self.bytes_at_progress = bytes;
         }
-        // Twice the windows of the open streams: the frame headers of small DATA frames count too.
-        let bodies = 2 * u64::from(
-            STREAM_WINDOW
-                .saturating_mul(self.shared.open.get())
-                .min(CONNECTION_WINDOW),
-        );
-        if self.shared.io.is_over_limit() {
-            tracing::info!(peer = %self.shared.flow.peer, "connection closed: a header block is too large");
-            return true;
-        }
-        if bytes_read - self.bytes_at_progress <= MAX_CONTROL_BYTES + bodies {
+        if bytes - self.bytes_at_progress <= MAX_CONTROL_BYTES {
             return false;
         }
         if self.control_since.elapsed() >= CONTROL_INTERVAL {
             self.control_since = Instant::now();
-            self.bytes_at_progress = bytes_read;
+            self.bytes_at_progress = bytes;
             return false;
         }
         tracing::info!(peer = %self.shared.flow.peer, "connection closed: control-frame flood");
@@ -283,24 +210,19 @@ impl ClientConnection {
     }
 }
 
-impl End {
-    fn rejected_if(rejected: bool) -> Self {
-        if rejected {
-            Self::Rejected
-        } else {
-            Self::Closed
-        }
+impl Drop for ClientConnection {
+    /// The streams end, also if the connection has to end at once.
+    fn drop(&mut self) {
+        self.shared.io.release();
     }
 }
 
 /// The state that a client connection shares with its streams.
 struct Shared {
     flow: Rc<Flow>,
-    io: Batched,
+    io: Multiplexed,
     /// The number of open streams.
     open: Cell<u32>,
-    /// The number of those whose requests have a body.
-    with_body: Cell<u32>,
     /// A stream was opened.
     has_served: Cell<bool>,
     /// A stream was opened or polled since the last check for floods.
@@ -310,12 +232,11 @@ struct Shared {
 }
 
 impl Shared {
-    fn new(flow: Rc<Flow>, io: Batched) -> Self {
+    fn new(flow: Rc<Flow>, io: Multiplexed) -> Self {
         Self {
             flow,
             io,
             open: Cell::new(0),
-            with_body: Cell::new(0),
             has_served: Cell::new(false),
             progress: Cell::new(false),
             resets: Resets::default(),
@@ -327,23 +248,14 @@ impl Shared {
         self.progress.set(true);
     }
 
-    fn count_stream(&self, has_body: bool, change: i32) {
-        let add = |count: &Cell<u32>| count.set(count.get().saturating_add_signed(change));
-        add(&self.open);
-        if has_body {
-            add(&self.with_body);
-        }
-    }
-
     /// A place for a request. Waits while all are taken, or the client has reset too many streams.
-    /// `None` if it resets this stream: the application has not seen it, so it does not count.
-    async fn place(&self, respond: &mut SendResponse<Queued>) -> Option<Place> {
+    async fn place(&self) -> Option<Place> {
         let is_free = self.resets.delay(Instant::now).is_zero();
         if let Some(place) = self.places.try_take().filter(|_| is_free) {
             return Some(place);
         }
         // Boxed: it is rare.
-        let mut waiting = Box::pin(async {
+        Box::pin(async {
             let place = self.places.take().await;
             loop {
                 match self.resets.delay(Instant::now) {
@@ -351,10 +263,6 @@ impl Shared {
                     delay => sleep(delay).await,
                 }
             }
-        });
-        poll_fn(|cx| match waiting.as_mut().poll(cx) {
-            Poll::Pending => respond.poll_reset(cx).map(|_| None),
-            taken => taken,
         })
         .await
     }
@@ -465,19 +373,17 @@ impl Resets {
 }
 
 /// An open stream. The connection counts it until it is dropped.
-struct Stream {
-    shared: Rc<Shared>,
-    has_body: bool,
-}
+struct Stream(Rc<Shared>);
 
 impl Stream {
-    fn open(shared: &Rc<Shared>, has_body: bool) -> Self {
-        shared.count_stream(has_body, 1);
+    fn open(shared: &Rc<Shared>) -> Self {
+        shared.open.set(shared.open.get() + 1);
         shared.has_served.set(true);
-        Self {
-            shared: shared.clone(),
-            has_body,
-        }
+        Self(shared.clone())
+    }
+
+    fn clone_shared(&self) -> Rc<Shared> {
+        self.0.clone()
     }
 }
 
@@ -485,13 +391,13 @@ impl std::ops::Deref for Stream {
     type Target = Shared;
 
     fn deref(&self) -> &Shared {
-        &self.shared
+        &self.0
     }
 }
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        self.shared.count_stream(self.has_body, -1);
+        self.open.set(self.open.get() - 1);
     }
 }
 

@@ -1,13 +1,12 @@
-//! One direction of a stream: relays body and trailers from one connection to another. The proxy
-//! releases the sender's flow-control capacity only after it has sent the bytes on, so a slow
-//! receiver limits the sender.
+//! One direction of a stream: relays body and trailers from one connection to another. The sender gets
+//! its flow-control window back only for bytes that were sent on, so a slow receiver limits the sender.
 
-use std::collections::VecDeque;
 use std::task::{Context, Poll, ready};
 
 use bytes::{Bytes, BytesMut};
-use h2::{Reason, RecvStream, SendStream};
+use diy_mesh_http2::{Error, ErrorCode, Received, Receiver, Sender};
 use http::HeaderMap;
+use http::response::Parts;
 
 use super::head::fields_size;
 use crate::context::record::ExchangeRecord;
@@ -15,31 +14,24 @@ use crate::http::credentials::PolicyField;
 use crate::http::edits::{Edits, REQUEST_TRAILER_EDITS, response_edits};
 use crate::http::replay::Replay;
 use crate::protocol::MAX_SECTION;
-use crate::upstream::batched::{Batched, MAX_UNRESERVED_QUEUED, Queued};
-
-/// The number of bytes that a relay passes to `h2` before it waits for flow-control capacity. Small
-/// bodies need no wait.
-const MAX_UNRESERVED: usize = 16 * 1024;
 
 /// One direction of an exchange.
 pub(super) struct Relay {
-    from: RecvStream,
+    from: Receiver,
     message: Message,
-    /// Bytes that were read and not yet sent.
-    pending: Bytes,
-    /// Those that follow them.
-    ahead: Ahead,
+    /// Bytes that were read, and that no receiver has got.
+    unsent: Bytes,
     /// The end of the stream was read.
     ended: bool,
     trailers: Option<HeaderMap>,
-    /// Bytes that were read, and whose flow-control capacity the sender has not got back.
+    /// Bytes that were passed to the receiver, and whose window the sender has not got back.
     unreleased: usize,
-    /// The end of the stream was sent.
+    /// The end of the stream was passed to the receiver, or is the only thing that there is.
+    is_passed: bool,
+    /// All bytes and the end of the stream are in the output of the receiver's connection.
     complete: bool,
     /// The receiver accepts no more bytes.
     stopped: bool,
-    /// The number of bytes that may still be sent without flow-control capacity.
-    unreserved: usize,
     replay: Replay,
 }
 
@@ -56,7 +48,7 @@ pub(super) enum Message {
 /// Why a relay ended early.
 pub(super) enum RelayError {
     /// The sender reset its stream, or its connection failed.
-    Sender(h2::Error),
+    Sender(Error),
     /// The receiver has closed its stream.
     ReceiverClosed,
     /// The trailers of the sender are over the limit.
@@ -66,7 +58,7 @@ pub(super) enum RelayError {
 impl Relay {
     /// Creates a relay of the body `from`. The start of a request is kept for another attempt until
     /// [`Relay::discard_replay`].
-    pub fn new(from: RecvStream, message: Message) -> Self {
+    pub fn new(from: Receiver, message: Message) -> Self {
         let complete = from.is_end_stream();
         let replay = if message == Message::Request {
             Replay::new(0)
@@ -76,16 +68,23 @@ impl Relay {
         Self {
             from,
             message,
-            pending: Bytes::new(),
-            ahead: Ahead::default(),
+            unsent: Bytes::new(),
             ended: complete,
             trailers: None,
             unreleased: 0,
+            is_passed: complete,
             complete,
             stopped: false,
-            unreserved: MAX_UNRESERVED,
             replay,
         }
+    }
+
+    /// Waits for the head of the response, or for an interim one.
+    pub fn poll_head(&mut self, cx: &mut Context<'_>) -> Poll<Result<Received<Parts>, Error>> {
+        let head = ready!(self.from.poll_response(cx));
+        self.complete = self.from.is_end_stream();
+        (self.ended, self.is_passed) = (self.complete, self.complete);
+        Poll::Ready(head)
     }
 
     /// Whether the relay has nothing more to send.
@@ -93,16 +92,11 @@ impl Relay {
         self.complete || self.stopped
     }
 
-    /// Whether bytes wait for the receiver.
-    pub fn is_blocked(&self) -> bool {
-        !self.pending.is_empty()
-    }
-
-    /// The size of the bytes that the relay holds and the sender may replace: the bytes that are kept
-    /// for another attempt, and the bytes from [`Relay::poll_start`].
-    pub fn kept(&self) -> usize {
-        let waiting = self.ahead.length + self.pending.len();
-        self.replay.buffered() + waiting.saturating_sub(self.unreleased)
+    /// The size of the bytes that the relay holds: those that are kept for another attempt, and those
+    /// that wait for the receiver.
+    pub fn held(&self) -> usize {
+        let waiting = self.unsent.len() + self.unreleased + self.from.buffered();
+        self.replay.buffered() + waiting
     }
 
     /// Reads until the body ends or is longer than `max` bytes, while there is no receiver. Returns the
@@ -112,33 +106,17 @@ impl Relay {
         cx: &mut Context<'_>,
         max: usize,
         record: &mut ExchangeRecord,
-    ) -> Poll<Result<Bytes, h2::Error>> {
+    ) -> Poll<Result<Bytes, Error>> {
         // At the end of the body, trailers may follow.
         while !self.ended
-            && self.ahead.length <= max
+            && self.unsent.len() <= max
             && let Some(data) = ready!(self.from.poll_data(cx)).transpose()?
         {
             self.take(&data, record);
-            self.ahead.push(&data);
-            // Fails only if the sender's stream is closed.
-            let released = std::mem::take(&mut self.unreleased);
-            let _ = self.from.flow_control().release_capacity(released);
+            self.from.release(data.len());
+            self.unsent = join(std::mem::take(&mut self.unsent), data);
         }
-        Poll::Ready(Ok(self.ahead.pieces.make_contiguous().concat().into()))
-    }
-
-    /// Takes what arrives while there is no receiver, or while bytes wait for it: `h2` tells neither how
-    /// much it holds nor in how many frames, and ends the connection if these are too many. Returns the
-    /// number of bytes that wait, which the stream's flow-control window bounds.
-    pub fn read_ahead(&mut self, cx: &mut Context<'_>, record: &mut ExchangeRecord) -> usize {
-        // The end and an error are returned again.
-        while !self.ended
-            && let Poll::Ready(Some(Ok(data))) = self.from.poll_data(cx)
-        {
-            self.take(&data, record);
-            self.ahead.push(&data);
-        }
-        self.unreleased
+        Poll::Ready(Ok(self.unsent.clone()))
     }
 
     /// Whether the complete body was sent.
@@ -151,7 +129,12 @@ impl Relay {
         self.stopped = true;
     }
 
-    /// Drops what arrives after [`Relay::stop`]. The sender does not get back its flow-control capacity.
+    /// The body, in place of a relay.
+    pub fn into_body(self) -> Receiver {
+        self.from
+    }
+
+    /// Drops what arrives after [`Relay::stop`]. The sender does not get its window back.
     pub fn drop_rest(&mut self, cx: &mut Context<'_>) {
         while !self.ended
             && let Poll::Ready(Some(Ok(_))) = self.from.poll_data(cx)
@@ -176,49 +159,64 @@ impl Relay {
         let Some(kept) = self.replay.bytes() else {
             return false;
         };
-        self.complete &= kept.is_empty() && self.trailers.is_none();
-        self.pending = kept;
+        self.is_passed &= kept.is_empty() && self.trailers.is_none();
+        self.complete &= self.is_passed;
+        self.from.release(std::mem::take(&mut self.unreleased));
+        // Bytes that no receiver has got are kept again when they are sent.
+        self.unsent = join(kept, std::mem::take(&mut self.unsent));
+        self.replay = Replay::new(0);
         self.stopped = false;
-        self.unreserved = MAX_UNRESERVED;
         true
     }
 
-    /// Relays the available bytes to a stream of the connection `io`. Ready when the end of the
-    /// stream was sent.
+    /// Relays the available bytes to a stream. Ready when all bytes and the end of the stream are in
+    /// the output of its connection.
     pub fn poll(
         &mut self,
         cx: &mut Context<'_>,
-        to: &mut SendStream<Queued>,
-        io: &Batched,
+        to: &Sender,
         record: &mut ExchangeRecord,
     ) -> Poll<Result<(), RelayError>> {
         while !self.is_done() {
-            if !self.pending.is_empty() {
-                ready!(self.poll_send(cx, to, io))?;
-                continue;
+            let Poll::Ready(ready) = to.poll_ready(cx) else {
+                // Bytes that arrive meanwhile are charged, and a message that is cut off ends at once.
+                self.from.wait(cx).map_err(RelayError::Sender)?;
+                return Poll::Pending;
+            };
+            ready.map_err(|_| RelayError::ReceiverClosed)?;
+            self.from.release(std::mem::take(&mut self.unreleased));
+            if self.is_passed {
+                self.complete = true;
+                break;
             }
-            if let Some(next) = self.ahead.pop() {
-                self.replay.keep(&next);
-                self.pending = next;
+            if !self.unsent.is_empty() {
+                let data = std::mem::take(&mut self.unsent);
+                self.send(data, to)?;
                 continue;
             }
             if self.ended {
-                return Poll::Ready(self.finish(to, io));
+                self.finish(to)?;
+                continue;
             }
             match ready!(self.from.poll_data(cx)) {
                 Some(Ok(data)) => {
                     self.take(&data, record);
-                    self.replay.keep(&data);
-                    self.pending = data;
+                    self.unreleased = data.len();
+                    self.send(data, to)?;
                 }
                 Some(Err(error)) => return Poll::Ready(Err(RelayError::Sender(error))),
                 None => {
                     let trailers =
                         ready!(self.from.poll_trailers(cx)).map_err(RelayError::Sender)?;
-                    if trailers.as_ref().map_or(0, fields_size) > MAX_SECTION {
+                    let is_large = |fields: &HeaderMap| fields_size(fields) > MAX_SECTION;
+                    let large = trailers
+                        .as_ref()
+                        .is_some_and(|read| read.is_cut || is_large(&read.message));
+                    if large {
                         return Poll::Ready(Err(RelayError::TooLarge));
                     }
-                    self.trailers = trailers.map(|fields| self.prepare_trailers(fields, record));
+                    self.trailers =
+                        trailers.map(|read| self.prepare_trailers(read.message, record));
                     self.ended = true;
                 }
             }
@@ -229,58 +227,25 @@ impl Relay {
     /// Counts bytes that were read.
     fn take(&mut self, data: &Bytes, record: &mut ExchangeRecord) {
         self.ended = self.from.is_end_stream();
-        self.unreleased += data.len();
         match self.message {
             Message::Request => record.request_body(data),
             Message::Response { .. } => record.response_body(data),
         }
     }
 
-    /// Sends pending bytes within the receiver's flow-control capacity, and the room of its connection.
-    fn poll_send(
-        &mut self,
-        cx: &mut Context<'_>,
-        to: &mut SendStream<Queued>,
-        io: &Batched,
-    ) -> Poll<Result<(), RelayError>> {
-        let pending = self.pending.len();
-        ready!(io.poll_room(cx, pending));
-        let is_unreserved =
-            pending <= self.unreserved && io.queued() + pending <= MAX_UNRESERVED_QUEUED;
-        let capacity = if is_unreserved {
-            self.unreserved -= pending;
-            pending
-        } else {
-            to.reserve_capacity(pending);
-            match to.capacity() {
-                0 => match ready!(to.poll_capacity(cx)) {
-                    Some(Ok(capacity)) => capacity,
-                    Some(Err(_)) | None => return Poll::Ready(Err(RelayError::ReceiverClosed)),
-                },
-                capacity => capacity,
-            }
-        };
-        let data = if capacity >= pending {
-            std::mem::take(&mut self.pending)
-        } else {
-            self.pending.split_to(capacity)
-        };
-        let is_rest_sent = self.pending.is_empty() && self.ahead.length == 0;
-        let last = self.ended && self.trailers.is_none() && is_rest_sent;
-        // Bytes that are sent again were released already.
-        let released = data.len().min(self.unreleased);
-        self.unreleased -= released;
-        to.send_data(io.queue(data), last)
+    /// Passes bytes to the receiver's connection, with the end of the stream if they are the last.
+    fn send(&mut self, data: Bytes, to: &Sender) -> Result<(), RelayError> {
+        self.replay.keep(&data);
+        let last = self.ended && self.trailers.is_none();
+        to.send(data, last)
             .map_err(|_| RelayError::ReceiverClosed)?;
-        self.complete = last;
-        // Fails only if the sender's stream is closed.
-        let _ = self.from.flow_control().release_capacity(released);
-        Poll::Ready(Ok(()))
+        self.is_passed = last;
+        Ok(())
     }
 
     /// Sends the end of the stream, with the trailers.
-    fn finish(&mut self, to: &mut SendStream<Queued>, io: &Batched) -> Result<(), RelayError> {
-        self.complete = true;
+    fn finish(&mut self, to: &Sender) -> Result<(), RelayError> {
+        self.is_passed = true;
         let trailers = if self.replay.is_available() {
             self.trailers.clone()
         } else {
@@ -288,7 +253,7 @@ impl Relay {
         };
         match trailers {
             Some(trailers) => to.send_trailers(trailers),
-            None => to.send_data(io.queue(Bytes::new()), true),
+            None => to.send(Bytes::new(), true),
         }
         .map_err(|_| RelayError::ReceiverClosed)
     }
@@ -316,62 +281,23 @@ impl Relay {
     }
 }
 
-/// Bytes that were read and wait. They are copied, and short ones joined: a sender may divide a body
-/// into frames of one byte, each of which would keep the buffer that it was read into.
-#[derive(Default)]
-struct Ahead {
-    pieces: VecDeque<BytesMut>,
-    /// The number of bytes.
-    length: usize,
-}
-
-impl Ahead {
-    /// The maximum size of pieces that are joined.
-    const MAX_JOINED: usize = 4 * 1024;
-
-    fn push(&mut self, data: &[u8]) {
-        self.length += data.len();
-        match self.pieces.back_mut() {
-            Some(last) if last.len() + data.len() <= Self::MAX_JOINED => {
-                last.extend_from_slice(data);
-            }
-            _ => self.pieces.push_back(data.into()),
-        }
+fn join(start: Bytes, rest: Bytes) -> Bytes {
+    if start.is_empty() {
+        return rest;
     }
-
-    fn pop(&mut self) -> Option<Bytes> {
-        let piece = self.pieces.pop_front()?.freeze();
-        self.length -= piece.len();
-        Some(piece)
+    if rest.is_empty() {
+        return start;
     }
+    let mut joined = BytesMut::from(start);
+    joined.extend_from_slice(&rest);
+    joined.freeze()
 }
 
 /// The error code for a stream whose other end failed: the code of the peer's reset if there is
 /// one, else CANCEL.
-pub(super) fn reset_code(error: &h2::Error) -> Reason {
-    match error.reason() {
-        Some(reason) if error.is_remote() && error.is_reset() && reason != Reason::NO_ERROR => {
-            reason
-        }
-        _ => Reason::CANCEL,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_of_tiny_frames_are_joined_in_order() {
-        let mut ahead = Ahead::default();
-        let bytes: Vec<u8> = (0..250_000_u32).map(|at| (at % 251) as u8).collect();
-        let (tiny, large) = bytes.split_at(100_000);
-        tiny.chunks(1).for_each(|one| ahead.push(one));
-        let held: usize = ahead.pieces.iter().map(BytesMut::capacity).sum();
-        assert!(ahead.pieces.len() <= 25 && held <= 2 * tiny.len(), "{held}");
-        large.chunks(16_384).for_each(|one| ahead.push(one));
-        assert!(ahead.pieces.len() <= 35);
-        let read: Vec<u8> = std::iter::from_fn(|| ahead.pop()).flatten().collect();
-        assert!(read == bytes);
+pub(super) fn reset_code(error: &Error) -> ErrorCode {
+    match error {
+        Error::Reset(code) if *code != ErrorCode::NO_ERROR => *code,
+        _ => ErrorCode::CANCEL,
     }
 }

@@ -10,14 +10,13 @@ use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
+use diy_mesh_http2::{Config, Error, ErrorCode, Receiver, Role, Sender};
 use diy_mesh_runtime::admission::Class;
-use h2::SendStream;
-use h2::client::{ResponseFuture, SendRequest};
-use http::Request;
-use tokio::sync::{Mutex, mpsc};
+use http::request::Parts;
+use tokio::sync::Mutex;
 use tokio::task::AbortHandle;
 use tokio::time::timeout_at;
 
@@ -26,42 +25,35 @@ use super::{Dialer, IDLE_TIMEOUT, Remote};
 use crate::error::Failure;
 use crate::limits::lifetime::{Expiry, Lifetime};
 use crate::limits::memory::{Charge, ConnectionSlot};
+use crate::protocol::MAX_SECTION;
 use crate::secure::io::Io;
 use crate::secure::tls::{Acceptance, Alpn};
-use crate::upstream::batched::{Batched, Queued};
+use crate::upstream::multiplexed::{MAX_OUTPUT, Multiplexed};
 
 /// The streams to endpoints whose receivers do not read may hold their windows at once, all together a
 /// part of the memory: this many of them would use all.
 const STREAMS_OF_MEMORY: usize = 128;
-/// The largest window of RFC 9113, section 6.9.1.
-const MAX_WINDOW: usize = (1 << 31) - 1;
-/// The maximum size of a header list that `h2` reads, counted as in RFC 9113, section 6.5.2. The proxy's
-/// own limit is lower ([`MAX_SECTION`]): it replies with it, also to trailers.
-///
-/// [`MAX_SECTION`]: crate::protocol::MAX_SECTION
-pub const MAX_HEADER_LIST: u32 = 512 * 1024;
 /// The largest flow-control window of a stream.
 pub const STREAM_WINDOW: u32 = 256 * 1024;
-/// The largest flow-control window of a connection, besides what streams hold for their receivers.
+/// The flow-control window of a connection: bytes on their way. Those that wait for a receiver count in
+/// the windows of their streams alone.
 pub const CONNECTION_WINDOW: u32 = 32 * STREAM_WINDOW;
-/// The flow-control window of a connection that has no share of the memory for windows: the
-/// smallest one (RFC 9113, section 6.9.2).
-pub const MIN_CONNECTION_WINDOW: u32 = 65_535;
-/// The memory that `h2` may use for small DATA frames beyond their bytes, counted as 256 bytes without
-/// the payload for each frame: as much as the connection may hold. The tasks of streams take what one
-/// poll has read, which is less.
-pub const DATA_FRAME_BUDGET: usize = CONNECTION_WINDOW as usize;
-/// The maximum number of unwritten bytes of one stream.
-pub const MAX_SEND_BUFFER: usize = 64 * 1024;
-/// The maximum number of streams that the proxy has reset and whose late frames it ignores.
-pub const MAX_LOCAL_RESETS: usize = 200;
+/// The smallest flow-control window (RFC 9113, section 6.9.2).
+pub const MIN_WINDOW: u32 = 65_535;
+/// The maximum size of a field block, which SETTINGS name. A larger one ends the connection. The proxy's
+/// own limit for the fields is lower ([`MAX_SECTION`]): the proxy replies with that limit, also to
+/// trailers.
+const MAX_BLOCK: usize = 280 * 1024;
 
-/// The memory of a connection besides the memory of its windows and streams.
+/// The memory of a connection without its streams, and without what waits for its peer.
 pub const CONNECTION_COST: usize = 16 * 1024;
 
 /// The maximum number of concurrent streams until the peer's SETTINGS frame arrives, which tells how
 /// many it accepts.
 const INITIAL_MAX_STREAMS: usize = 1;
+/// The maximum number of concurrent streams of a client connection, and of its requests that the
+/// application has. Those whose streams were reset count until the application has read the reset.
+pub const MAX_STREAMS: u32 = 250;
 /// The time for the peer's SETTINGS after the handshake, unless the time for a connection is longer. A
 /// limit of no streams counts as none.
 const SETTINGS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -93,12 +85,9 @@ pub struct Connections {
 
 /// One connection. Its task ends when the last handle is dropped.
 pub(super) struct Connection {
-    sender: RefCell<SendRequest<Queued>>,
-    io: Batched,
+    io: Multiplexed,
     is_peer: bool,
     streams: Rc<Streams>,
-    /// The values that the task keeps until the peer has read all earlier frames.
-    unread: mpsc::UnboundedSender<Unread>,
     /// A stream on the connection has ended. The peer may have closed the connection since.
     reused: Cell<bool>,
     /// A request has told the peer its exchange.
@@ -132,8 +121,6 @@ struct Health {
 /// the stream.
 pub struct Lease {
     connection: Rc<Connection>,
-    /// The bytes of the connection's window that the stream holds.
-    held: Cell<usize>,
     slot: Option<StreamSlot>,
     /// The stream was opened. Unless its end is recorded, it is reset on drop.
     is_open: Cell<bool>,
@@ -273,6 +260,12 @@ impl Connections {
         self.len() == 0
     }
 
+    /// Whether the peers of all open connections have told how many streams they accept.
+    #[cfg(test)]
+    pub fn is_settled(&self) -> bool {
+        self.unsettled().is_none()
+    }
+
     fn is_full(&self) -> bool {
         self.len() >= self.limiter.limits.http2_connections as usize
     }
@@ -320,22 +313,28 @@ impl Connection {
         if self.retired.get() || self.silent.get() || self.slot.is_asked_to_end() {
             return Capacity::Exhausted;
         }
-        let mut sender = self.sender.borrow_mut();
-        match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(Ok(())) if self.streams.open.get() < sender.current_max_send_streams() => {
-                Capacity::Available
+        let open = self.streams.open.get();
+        self.io.with(|connection| {
+            if !connection.accepts_streams() {
+                // It has failed, or the peer has sent GOAWAY.
+                return Capacity::Closed;
             }
-            Poll::Ready(Ok(())) | Poll::Pending => Capacity::Exhausted,
-            // It has failed, or the peer has sent GOAWAY.
-            Poll::Ready(Err(_)) => Capacity::Closed,
-        }
+            let max_streams = connection.max_streams();
+            let max_streams = max_streams.map_or(INITIAL_MAX_STREAMS, |max| max as usize);
+            if open < max_streams {
+                Capacity::Available
+            } else {
+                Capacity::Exhausted
+            }
+        })
     }
 
-    /// Whether the peer has told how many streams it accepts, or the connection has ended.
+    /// Whether the peer has told that it accepts streams, or the connection has ended.
     fn is_settled(&self) -> bool {
-        let is_closed = matches!(self.capacity(), Capacity::Closed);
-        let max_streams = self.sender.borrow().current_max_send_streams();
-        is_closed || self.io.is_settled() && max_streams > 0
+        let told = |max_streams| max_streams > 0;
+        self.io.with(|connection| {
+            !connection.accepts_streams() || connection.max_streams().is_some_and(told)
+        })
     }
 
     /// Waits until the peer has told how many streams it accepts, or the connection has ended.
@@ -350,11 +349,9 @@ impl Connection {
         .await;
     }
 
-    /// Keeps `kept` until this number of further SETTINGS frames was sent, or the connection has
-    /// ended. `h2` sends one after the acknowledgment of the one before.
-    fn keep_until_read(&self, further: u64, kept: impl Any) {
-        // Fails if the connection has ended.
-        let _ = self.unread.send((further, Box::new(kept)));
+    /// Keeps `kept` until the peer has read all that was sent so far, or the connection has ended.
+    fn keep_until_read(&self, kept: impl Any) {
+        self.streams.keep_until_read(&self.io, Box::new(kept));
     }
 
     /// Updates the state of the connection. Returns whether it stays in the pool.
@@ -380,7 +377,7 @@ impl Connection {
         }
         health.last_used = now;
         if health.silence >= PROBE_INTERVAL && health.unread.0.is_none() {
-            self.keep_until_read(1, ());
+            self.keep_until_read(());
         }
         self.silent.set(health.silence >= MAX_SILENCE);
         if health.unread.1 >= UNREAD_TIMEOUT {
@@ -432,7 +429,6 @@ impl Lease {
         connection.io.open_streams(streams.open.get());
         Self {
             connection,
-            held: Cell::new(0),
             slot: Some(StreamSlot {
                 streams,
                 _request: request,
@@ -443,29 +439,20 @@ impl Lease {
         }
     }
 
-    /// The stream holds this many bytes for its receiver, which is charged for them. The other streams
-    /// of the connection get as much window in return.
-    pub fn record_held(&self, bytes: usize) {
-        let before = self.held.replace(bytes);
-        if before != bytes {
-            self.connection.streams.hold(before, bytes);
-        }
-    }
-
     /// Opens the stream. If it is reset, it has one of these places until the peer has read the reset.
     pub fn send(
         &mut self,
-        request: Request<()>,
+        request: &Parts,
         end_of_stream: bool,
         places: Option<Rc<dyn Places>>,
-    ) -> Result<(ResponseFuture, SendStream<Queued>), h2::Error> {
-        let mut sender = self.connection.sender.borrow_mut();
-        let opened = sender.send_request(request, end_of_stream)?;
+    ) -> Result<(Sender, Receiver), Error> {
+        let io = &self.connection.io;
+        let opened = io.streams().open(request, end_of_stream)?;
         if let Some(slot) = &mut self.slot {
             slot.places = places;
         }
         self.is_open.set(true);
-        if self.connection.io.is_settled() {
+        if io.is_settled() {
             self.opened_as.set(self.connection.streams.open.get());
         }
         Ok(opened)
@@ -473,7 +460,11 @@ impl Lease {
 
     /// Whether the peer may have refused the stream because of a limit that it had not told before.
     pub fn was_over_limit(&self) -> bool {
-        let limit = self.connection.sender.borrow().current_max_send_streams();
+        let limit = self
+            .connection
+            .io
+            .with(|connection| connection.max_streams());
+        let limit = limit.map_or(INITIAL_MAX_STREAMS, |max| max as usize);
         let opened_as = self.opened_as.get();
         opened_as == 0 || opened_as > limit
     }
@@ -489,7 +480,7 @@ impl Lease {
     }
 
     /// The connection.
-    pub fn io(&self) -> &Batched {
+    pub fn io(&self) -> &Multiplexed {
         &self.connection.io
     }
 
@@ -500,10 +491,8 @@ impl Lease {
 
     /// Whether the peer accepts extended CONNECT requests (RFC 8441), which open WebSockets.
     pub fn supports_extended_connect(&self) -> bool {
-        self.connection
-            .sender
-            .borrow()
-            .is_extended_connect_protocol_enabled()
+        let io = &self.connection.io;
+        io.with(|connection| connection.accepts_connect_protocol())
     }
 
     /// Waits until the peer's SETTINGS have arrived. Returns false if the connection has ended.
@@ -533,16 +522,11 @@ impl Drop for Lease {
         let connection = &self.connection;
         let streams = &connection.streams;
         connection.reused.set(true);
-        // `h2` keeps the last stream below the peer's limit until then: it would not be reset.
-        connection.capacity();
-        self.record_held(0);
         streams.live.set(streams.live.get() - 1);
         let slot = self.slot.take();
         if self.is_open.get() {
-            // The first SETTINGS frame follows the reset. The second one follows the acknowledgment of
-            // the first one.
             let place = slot.as_ref().and_then(|slot| slot.places.clone());
-            connection.keep_until_read(2, (slot, place.map(Places::keep)));
+            connection.keep_until_read((slot, place.map(Places::keep)));
         } else {
             drop(slot);
         }
@@ -550,6 +534,13 @@ impl Drop for Lease {
             connection.slot.set(Class::BetweenExchanges);
             connection.health.borrow_mut().last_used = Instant::now();
         }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.streams.is_unused.set(true);
+        self.io.with(|connection| connection.wake());
     }
 }
 
@@ -562,7 +553,7 @@ impl Drop for StreamSlot {
 }
 
 /// Opens a connection and starts its task. `expiry` completes when the connection has to be reset.
-/// It is charged to the caller, with its window if others have the same application.
+/// It is charged to the caller.
 async fn open(
     remote: &Remote,
     dialer: Dialer<'_>,
@@ -573,74 +564,47 @@ async fn open(
     let slot = Rc::new(dialer.slot.beside());
     let mut memory = Charge::new(slot.clone());
     let streams = Rc::new(Streams::new(limiter.clone()));
-    let mut window = Window(streams.clone());
-    let stream_window = stream_window(slot.max_bytes());
     memory.begin(CONNECTION_COST)?;
     let mut io = dialer.dial(remote, Alpn::Http2).await?;
     io.count(limiter.count_connection());
     let is_peer = io.is_peer();
     let lifetime = io.lifetime().copied();
     let mut expiry = expiry(&io);
-    let io = Batched::to_server(io, memory);
-    let handshake = h2::client::Builder::new()
-        .enable_push(false)
-        .initial_max_send_streams(INITIAL_MAX_STREAMS)
-        .initial_window_size(stream_window)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .max_header_list_size(MAX_HEADER_LIST)
-        .max_concurrent_reset_streams(MAX_LOCAL_RESETS)
-        .max_send_buffer_size(MAX_SEND_BUFFER)
-        .data_frame_budget(DATA_FRAME_BUDGET)
-        .handshake(io.clone());
-    let (sender, mut connection) = handshake.await.map_err(|error| Failure::UpstreamClosed {
-        address,
-        reason: error.to_string(),
-    })?;
-    let (unread, kept) = mpsc::unbounded_channel();
-    let mut barrier = Barrier::new(kept, streams.clone());
+    let config = config(Role::Client, stream_window(slot.max_bytes()));
+    let io = Multiplexed::new(io, memory, config);
     let task = tokio::task::spawn_local({
-        let (io, slot) = (io.clone(), slot.clone());
+        let (io, slot, streams) = (io.clone(), slot.clone(), streams.clone());
         async move {
-            let ended = io.drive(|cx| match Pin::new(&mut expiry).poll(cx) {
-                Poll::Pending if io.overload().is_some() => {
+            let ended = io.drive(|cx| {
+                if io.overload().is_some() {
                     tracing::debug!(%address, "upstream connection reset: no memory is left for it");
                     io.reset_on_drop();
-                    Poll::Ready(Ok(()))
+                    return Poll::Ready(());
                 }
-                Poll::Pending if io.is_over_limit() => {
-                    tracing::debug!(%address, "upstream connection reset: a header block is too large");
+                if Pin::new(&mut expiry).poll(cx).is_ready() {
                     io.reset_on_drop();
-                    Poll::Ready(Ok(()))
+                    return Poll::Ready(());
                 }
-                Poll::Ready(()) => {
-                    io.reset_on_drop();
-                    Poll::Ready(Ok(()))
+                streams.release_read(&io);
+                if let Some(error) = io.ended() {
+                    tracing::debug!(%address, "upstream connection ended: {error}");
+                    return Poll::Ready(());
                 }
-                Poll::Pending => {
-                    if let Some(size) = window.resize(cx) {
-                        connection.set_target_window_size(size);
-                    }
-                    barrier.receive(cx);
-                    loop {
-                        let polled = Pin::new(&mut connection).poll(cx);
-                        // The window stays the same: the acknowledgment matters. Fails until the
-                        // acknowledgment of the frame before has arrived.
-                        let sends = polled.is_pending()
-                            && barrier.is_needed()
-                            && connection.set_initial_window_size(stream_window).is_ok();
-                        if !sends {
-                            break polled;
-                        }
-                        barrier.record_sent();
-                    }
+                let is_over = |io: &Multiplexed| {
+                    io.with(|connection| !connection.accepts_streams() && !connection.has_streams())
+                };
+                if streams.is_unused.get() || is_over(&io) {
+                    let closed = |connection: &mut diy_mesh_http2::Connection| {
+                        connection.close(ErrorCode::NO_ERROR, &Error::Closed);
+                    };
+                    io.with(closed);
+                    return Poll::Ready(());
                 }
+                Poll::Pending
             });
             match slot.run(pin!(ended)).await {
                 None => io.reset_on_drop(),
-                Some(Ok(())) => {}
-                Some(Err(error)) => {
-                    tracing::debug!(%address, "upstream connection failed: {error}");
-                }
+                Some(()) => io.shut_down().await,
             }
             io.release();
         }
@@ -654,11 +618,9 @@ async fn open(
         last_used: now,
     };
     Ok(Rc::new(Connection {
-        sender: RefCell::new(sender),
         io,
         is_peer,
         streams,
-        unread,
         reused: Cell::new(false),
         announced: Cell::new(false),
         settings_deadline: now + dialer.timeout.max(SETTINGS_TIMEOUT),
@@ -671,10 +633,24 @@ async fn open(
     }))
 }
 
+/// The limits of a connection whose streams have these windows.
+pub fn config(role: Role, stream_window: u32) -> Config {
+    Config {
+        role,
+        max_streams: MAX_STREAMS,
+        stream_window,
+        connection_window: CONNECTION_WINDOW,
+        max_fields: MAX_SECTION as u32,
+        max_block: MAX_BLOCK,
+        max_output: MAX_OUTPUT,
+        enable_connect_protocol: false,
+    }
+}
+
 /// The flow-control window of the streams to endpoints, given the memory for all connections.
 fn stream_window(memory: usize) -> u32 {
     let share = memory / STREAMS_OF_MEMORY;
-    share.clamp(MIN_CONNECTION_WINDOW as usize, STREAM_WINDOW as usize) as u32
+    share.clamp(MIN_WINDOW as usize, STREAM_WINDOW as usize) as u32
 }
 
 /// The streams of a connection, shared with its task.
@@ -684,14 +660,12 @@ struct Streams {
     open: Cell<usize>,
     /// Those that are not reset.
     live: Cell<usize>,
-    /// The number of bytes that streams hold for receivers that do not read all at once.
-    held: Cell<usize>,
-    /// The part of the window that replaces them.
-    replaced: Cell<usize>,
+    /// The connection is not in the pool, and has no streams.
+    is_unused: Cell<bool>,
+    /// The values that are dropped when the peer has acknowledged this number of SETTINGS frames.
+    unread: RefCell<VecDeque<(u64, Box<dyn Any>)>>,
     /// Since when a SETTINGS frame has to be acknowledged.
     unread_since: Cell<Option<Instant>>,
-    /// Wakes the task of the connection.
-    task: RefCell<Option<Waker>>,
 }
 
 impl Streams {
@@ -700,101 +674,56 @@ impl Streams {
             limiter,
             open: Cell::new(0),
             live: Cell::new(0),
-            held: Cell::new(0),
-            replaced: Cell::new(0),
+            is_unused: Cell::new(false),
+            unread: RefCell::default(),
             unread_since: Cell::new(None),
-            task: RefCell::default(),
         }
     }
 
-    /// A stream holds `bytes` instead of `before`.
-    fn hold(&self, before: usize, bytes: usize) {
-        self.held.set(self.held.get() - before + bytes);
-        if self.to_replace() > self.replaced.get()
-            && let Some(task) = &*self.task.borrow()
-        {
-            task.wake_by_ref();
+    /// Keeps a value until the peer has read all that was sent so far, or the connection has ended. The peer
+    /// acknowledges a SETTINGS frame after it has processed the frames before (RFC 9113, section 6.5.3).
+    /// PING frames would show the same, but gRPC servers close a connection with more than two of them in
+    /// five minutes in which they send no response.
+    fn keep_until_read(&self, io: &Multiplexed, value: Box<dyn Any>) {
+        if io.ended().is_some() {
+            return;
         }
-    }
-
-    /// The bytes that the streams hold, in steps of a window: each change costs a frame.
-    fn to_replace(&self) -> usize {
-        self.held.get().next_multiple_of(STREAM_WINDOW as usize)
-    }
-}
-
-/// A value that is dropped after this number of further SETTINGS frames.
-type Unread = (u64, Box<dyn Any>);
-
-/// Shows which frames the peer has read: it acknowledges a SETTINGS frame after it has processed
-/// the frames before (RFC 9113, section 6.5.3). PING frames would show the same, but gRPC servers
-/// close a connection with more than two of them in five minutes in which they send no response.
-struct Barrier {
-    received: mpsc::UnboundedReceiver<Unread>,
-    streams: Rc<Streams>,
-    /// The number of SETTINGS frames sent after the one of the handshake.
-    sent: u64,
-    /// The values that are dropped when that number was sent.
-    kept: VecDeque<Unread>,
-}
-
-impl Barrier {
-    fn new(received: mpsc::UnboundedReceiver<Unread>, streams: Rc<Streams>) -> Self {
-        Self {
-            received,
-            streams,
-            sent: 0,
-            kept: VecDeque::new(),
+        let number = io.with(|connection| match connection.settings() {
+            (sent, acknowledged) if sent == acknowledged => connection.probe(),
+            (sent, _) => sent + 1,
+        });
+        let unread = &mut *self.unread.borrow_mut();
+        if unread.is_empty() {
+            self.unread_since.set(Some(Instant::now()));
         }
+        unread.push_back((number, value));
     }
 
-    /// Takes the values to keep. The task of the connection then polls it, which sends earlier frames.
-    fn receive(&mut self, cx: &mut Context<'_>) {
-        while let Poll::Ready(Some((further, kept))) = self.received.poll_recv(cx) {
-            if self.kept.is_empty() {
-                self.streams.unread_since.set(Some(Instant::now()));
+    /// Drops the values whose frames the peer has read. One SETTINGS frame at a time waits for its
+    /// acknowledgment.
+    fn release_read(&self, io: &Multiplexed) {
+        let next = || {
+            let unread = self.unread.borrow();
+            unread.front().map(|(number, _)| *number)
+        };
+        let Some(mut number) = next() else {
+            return;
+        };
+        let (sent, acknowledged) = io.with(|connection| connection.settings());
+        if number > acknowledged && sent > acknowledged {
+            return;
+        }
+        while number <= acknowledged {
+            let read = self.unread.borrow_mut().pop_front();
+            drop(read);
+            match next() {
+                Some(next) => number = next,
+                None => return self.unread_since.set(None),
             }
-            self.kept.push_back((self.sent + further, kept));
         }
-    }
-
-    /// Whether a SETTINGS frame has to be sent.
-    fn is_needed(&self) -> bool {
-        !self.kept.is_empty()
-    }
-
-    /// A SETTINGS frame was sent: the peer has acknowledged the one before.
-    fn record_sent(&mut self) {
-        self.sent += 1;
-        while self
-            .kept
-            .front()
-            .is_some_and(|(sent, _)| *sent <= self.sent)
-        {
-            self.kept.pop_front();
+        self.unread_since.set(Some(Instant::now()));
+        if sent == acknowledged {
+            io.with(|connection| connection.probe());
         }
-        let is_needed = self.is_needed();
-        self.streams.unread_since.set(is_needed.then(Instant::now));
-    }
-}
-
-/// The flow-control window of a connection. Bytes that a stream holds for its receiver take nothing
-/// from the others: the window grows by as much, so a slow receiver slows its own stream only. That
-/// stream's window bounds the bytes, and its exchange is charged for them, or ends.
-struct Window(Rc<Streams>);
-
-impl Window {
-    /// The new size, if the window has to change. `cx` is the context of the connection's task.
-    fn resize(&mut self, cx: &Context<'_>) -> Option<u32> {
-        let Self(streams) = self;
-        let task = &mut *streams.task.borrow_mut();
-        match task {
-            Some(task) => task.clone_from(cx.waker()),
-            None => *task = Some(cx.waker().clone()),
-        }
-        let to_replace = streams.to_replace();
-        let is_changed = streams.replaced.replace(to_replace) != to_replace;
-        let size = CONNECTION_WINDOW as usize + to_replace;
-        is_changed.then(|| size.min(MAX_WINDOW) as u32)
     }
 }

@@ -180,7 +180,7 @@ pub struct Pool {
     /// HTTP/2 connections of the pod's own application.
     pub http2: Connections,
     /// HTTP/2 connections to it, by the number of the caller. Callers that shared one would share its
-    /// flow-control window and its limit of streams, and each could use up both.
+    /// limit of streams, and each could use it up.
     callers: RefCell<HashMap<u64, Rc<Connections>>>,
     closed: Cell<bool>,
     open: Rc<Open>,

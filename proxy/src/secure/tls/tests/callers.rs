@@ -162,8 +162,7 @@ fn caller_that_leaves_returns_what_its_streams_used() {
             }
             accepted.push(seen.hanging.get() - before);
             drop((connections, flood));
-            // The rest is charged for a connection to the application, its window, and the state of its
-            // streams.
+            // The rest is charged for a connection to the application, and the state of its streams.
             let used = || slots.inbound.admission.used_bytes(&[]);
             until(|| used() <= 1024 * 1024).await;
         }

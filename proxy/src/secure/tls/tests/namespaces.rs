@@ -189,7 +189,7 @@ fn callers_of_one_namespace_leave_windows_to_others() {
         for caller in tenant(&slots, 50).iter().chain([&neighbor(&slots)]) {
             let mut client = connect(&slots, FLOODER, Some(caller)).await;
             let responses: Vec<_> = request_large(&mut client, 20).await;
-            wait_until_unchanged(|| seen.sent.get()).await;
+            wait_until_unchanged(|| seen.sent.get() + used() + used()).await;
             unread.push((client, responses));
         }
         let limit = admission.max_bytes();

@@ -117,13 +117,12 @@ fn accepts_concurrent_large_uploads() {
         let mut raw = Raw::connect(&mesh, address).await;
         raw.wait_for(SETTINGS).await.unwrap();
         raw.send(&frame(SETTINGS, 1, 0, &[])).await;
-        // The window of the connection follows the number of streams.
         let streams = || (0..8_u32).map(|index| 2 * index + 1);
         let window = super::super::STREAM_WINDOW;
         for stream in streams() {
             raw.send(&frame(HEADERS, END_HEADERS, stream, GET)).await;
         }
-        let mut granted = super::super::MIN_CONNECTION_WINDOW;
+        let mut granted = crate::upstream::connect::http2::MIN_WINDOW;
         while granted < 8 * window {
             let increment = raw.wait_for(WINDOW_UPDATE).await.unwrap();
             granted += u32::from_be_bytes(increment.try_into().unwrap());
@@ -419,13 +418,12 @@ fn bodies_that_are_kept_for_another_attempt_are_charged() {
             stream.send_data(Bytes::from_static(BODY), false).unwrap();
             open.push((response, stream));
         }
-        let window = super::super::CONNECTION_WINDOW as usize;
-        until(|| used() > window + STREAMS * BODY.len()).await;
+        until(|| used() > STREAMS * BODY.len()).await;
         // More than 16 KiB are not kept.
         for (_, stream) in &mut open {
             stream.send_data(Bytes::from_static(BODY), false).unwrap();
         }
-        until(|| used() < window + STREAMS * BODY.len() / 2).await;
+        until(|| used() < STREAMS * BODY.len() / 2).await;
     });
 }
 

@@ -353,8 +353,9 @@ fn applies_backpressure_to_client() {
             () = full => {}
         }
         let sent = sent.get();
-        let bound =
-            super::super::STREAM_WINDOW as usize * 2 + super::super::MAX_SEND_BUFFER + 512 * 1024;
+        let bound = super::super::STREAM_WINDOW as usize * 2
+            + crate::upstream::multiplexed::MAX_OUTPUT
+            + 512 * 1024;
         assert!(
             (64 * 1024..bound).contains(&sent),
             "{sent} bytes were accepted, expected less than {bound}"
