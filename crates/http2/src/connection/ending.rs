@@ -1,7 +1,7 @@
 //! How streams end, and when their places are free again.
 
 use super::{Connection, MAX_CLOSED, MAX_RESETS, MAX_VIOLATIONS, Role};
-use crate::frame::{self};
+use crate::frame;
 use crate::stream::{Finish, Key, Receiving, Sending, Stream};
 use crate::{Error, ErrorCode, Violation};
 
@@ -15,6 +15,11 @@ impl Connection {
     pub(super) fn count_violation(&mut self, violation: Violation) -> Result<(), Violation> {
         self.violations += 1;
         if self.violations <= MAX_VIOLATIONS {
+            return Ok(());
+        }
+        if self.config.role == Role::Client {
+            // Streams that are open go on. Later ones use another connection.
+            self.peer.is_leaving = true;
             return Ok(());
         }
         Err(Violation::new(ErrorCode::ENHANCE_YOUR_CALM, violation.what))

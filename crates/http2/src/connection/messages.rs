@@ -255,7 +255,7 @@ impl Connection {
             return Ok(());
         }
         self.last_accepted = id;
-        if self.opened.len() > self.config.max_streams as usize {
+        if self.opened.len() >= 2 * self.config.max_streams as usize {
             let what = "more streams were reset at once than may be open";
             return Err(Violation::new(ErrorCode::ENHANCE_YOUR_CALM, what));
         }

@@ -7,7 +7,7 @@ use super::{Connection, MAX_CLOSED};
 use crate::Error;
 use crate::frame::{self, HEADER_LENGTH, Header, MAX_PAYLOAD, flag, kind};
 use crate::hpack::Encoder;
-use crate::message::{self};
+use crate::message;
 use crate::stream::{Finish, Key, Receiving, Sending, Stream};
 
 impl Connection {

@@ -1,0 +1,303 @@
+//! Heads of messages: which are malformed, and how fields become requests and responses.
+
+use http::Uri;
+
+use super::bench::*;
+use super::*;
+use crate::frame::setting;
+use crate::hpack::{Decoder, Field};
+use crate::{Connection, Protocol};
+
+type Pair = (&'static str, &'static str);
+
+const METHOD: Pair = (":method", "GET");
+const SCHEME: Pair = (":scheme", "http");
+const PATH: Pair = (":path", "/");
+const AUTHORITY: Pair = (":authority", "test");
+const CONNECT: Pair = (":method", "CONNECT");
+const WEBSOCKET: Pair = (":protocol", "websocket");
+const STATUS: Pair = (":status", "200");
+const LENGTH_0: Pair = ("content-length", "0");
+const LENGTH_1: Pair = ("content-length", "1");
+
+/// Heads that have one reaction, with their names.
+#[derive(Default)]
+struct Heads(Vec<(&'static str, Vec<Pair>)>);
+
+impl Heads {
+    fn add(&mut self, heads: &[(&'static str, &[Pair])]) {
+        let heads = heads.iter().map(|(name, fields)| (*name, fields.to_vec()));
+        self.0.extend(heads);
+    }
+
+    /// Adds heads of these fields and one more. Each row has a name, and the last field.
+    fn add_with(&mut self, fields: &[Pair], rows: &[(&'static str, &'static str, &'static str)]) {
+        for (name, field, value) in rows {
+            let fields = [fields, &[(*field, *value)]].concat();
+            self.0.push((name, fields));
+        }
+    }
+
+    /// Adds requests that have this value of a pseudo-header field.
+    fn add_pseudo(&mut self, field: &'static str, rows: &[(&'static str, &'static str)]) {
+        for (name, value) in rows {
+            let mut fields = [METHOD, SCHEME, PATH, AUTHORITY];
+            let replaced = fields.iter_mut().find(|known| known.0 == field);
+            replaced.expect("a pseudo-header field").1 = value;
+            self.0.push((name, fields.to_vec()));
+        }
+    }
+
+    /// Fails unless each head is reset with PROTOCOL_ERROR, or none is.
+    fn check(&self, role: Role, is_malformed: bool) {
+        let mut failures = Vec::new();
+        for (name, fields) in &self.0 {
+            let mut bench = Bench::new(role);
+            if role == Role::Client {
+                bench.open("GET", false);
+            }
+            bench.take();
+            bench.feed(headers(1, flag::END_STREAM, fields));
+            let resets = resets(&bench.take());
+            let expected = &[(1, ErrorCode::PROTOCOL_ERROR)][..usize::from(is_malformed)];
+            if resets != expected || bench.result.is_err() || !bench.is_alive() {
+                failures.push(format!("{name}: {resets:?}"));
+            }
+        }
+        assert!(failures.is_empty(), "\n{}", failures.join("\n"));
+    }
+}
+
+/// Fields that make a message malformed, with their names.
+const MALFORMED_FIELDS: [(&str, &str, &str); 26] = [
+    ("an uppercase name", "A", "b"),
+    ("an empty name", "", "b"),
+    ("a name with a space", "a b", "c"),
+    ("a name with a colon", "a:", "b"),
+    ("a name with a line break", "a\r\nb", "c"),
+    ("a name with a zero", "a\0", "b"),
+    ("a value with a line break", "a", "b\r\nc: d"),
+    ("a value with a line feed", "a", "b\nc"),
+    ("a value with a carriage return", "a", "b\rc"),
+    ("a value with a zero", "a", "b\0c"),
+    ("a value after a space", "a", " b"),
+    ("a value before a space", "a", "b "),
+    ("a value before a tab", "a", "b\t"),
+    ("connection", "connection", "close"),
+    ("keep-alive", "keep-alive", "1"),
+    ("proxy-connection", "proxy-connection", "close"),
+    ("transfer-encoding", "transfer-encoding", "chunked"),
+    ("upgrade", "upgrade", "websocket"),
+    ("te other than trailers", "te", "gzip"),
+    ("te with trailers and others", "te", "trailers, gzip"),
+    ("no number", "content-length", "a"),
+    ("a number with a sign", "content-length", "+0"),
+    ("a negative number", "content-length", "-1"),
+    ("an empty number", "content-length", ""),
+    ("two numbers", "content-length", "0, 0"),
+    ("a number of 65 bits", "content-length", BITS_65),
+];
+
+/// The smallest number that needs 65 bits.
+const BITS_65: &str = "18446744073709551616";
+
+#[test]
+fn malformed_requests_are_reset() {
+    let mut heads = Heads::default();
+    heads.add(&[
+        ("nothing", &[]),
+        ("no method", &[SCHEME, PATH, AUTHORITY]),
+        ("no scheme", &[METHOD, PATH, AUTHORITY]),
+        ("no path", &[METHOD, SCHEME, AUTHORITY]),
+        ("two methods", &[METHOD, METHOD, SCHEME, PATH, AUTHORITY]),
+        ("two schemes", &[METHOD, SCHEME, SCHEME, PATH, AUTHORITY]),
+        ("two paths", &[METHOD, SCHEME, PATH, PATH, AUTHORITY]),
+        ("CONNECT with a path", &[CONNECT, PATH, AUTHORITY]),
+        ("CONNECT with a scheme", &[CONNECT, SCHEME, AUTHORITY]),
+        ("CONNECT without an authority", &[CONNECT]),
+    ]);
+    let paths = [
+        ("an empty path", ""),
+        ("a path without a slash", "a"),
+        ("a query without a path", "?a"),
+        ("a URI as the path", "http://a/"),
+        ("a path with a fragment", "/#a"),
+        ("a path with a space", "/ HTTP/1.1"),
+    ];
+    heads.add_pseudo(":path", &paths);
+    let authorities = [
+        ("an authority with a space", "a b"),
+        ("an authority with a path", "a/b"),
+    ];
+    heads.add_pseudo(":authority", &authorities);
+    let methods = [
+        ("an empty method", ""),
+        ("a method with a space", "GET /"),
+        ("a method with a line break", "GET\r\n"),
+    ];
+    heads.add_pseudo(":method", &methods);
+    let schemes = [("an empty scheme", ""), ("a scheme with a colon", "http:")];
+    heads.add_pseudo(":scheme", &schemes);
+    let pseudo = [
+        ("two authorities", ":authority", "test"),
+        ("a status", ":status", "200"),
+        ("an unknown pseudo-header field", ":a", "b"),
+    ];
+    heads.add_with(&[METHOD, SCHEME, PATH, AUTHORITY], &pseudo);
+    let late = [("a pseudo-header field after others", ":authority", "test")];
+    heads.add_with(&[METHOD, SCHEME, PATH, ("a", "b")], &late);
+    let disabled = "CONNECT with a protocol, which is disabled";
+    let rows = [(disabled, ":protocol", "websocket")];
+    heads.add_with(&[CONNECT, SCHEME, PATH, AUTHORITY], &rows);
+    heads.add_with(&[METHOD, SCHEME, PATH], &MALFORMED_FIELDS);
+    let different = [("numbers that differ", "content-length", "1")];
+    heads.add_with(&[METHOD, SCHEME, PATH, LENGTH_0], &different);
+    heads.check(Role::Server, true);
+}
+
+#[test]
+fn unusual_requests_are_accepted() {
+    let mut heads = Heads::default();
+    let reordered = [PATH, AUTHORITY, SCHEME, METHOD];
+    let all = [(":method", "OPTIONS"), SCHEME, (":path", "*"), AUTHORITY];
+    heads.add(&[
+        ("no authority", &[METHOD, SCHEME, PATH]),
+        ("pseudo-header fields in another order", &reordered),
+        ("all resources", &all),
+        ("CONNECT", &[CONNECT, (":authority", "test:443")]),
+    ]);
+    heads.add_pseudo(":method", &[("an unknown method", "A-B")]);
+    heads.add_pseudo(":scheme", &[("an unknown scheme", "coap+tcp")]);
+    let fields = [
+        ("te", "te", "trailers"),
+        ("an empty value", "a", ""),
+        ("a value with a space and a tab", "a", "b \tc"),
+        ("a value beyond ASCII", "a", "\u{fc}"),
+        ("no bytes", "content-length", "0"),
+    ];
+    heads.add_with(&[METHOD, SCHEME, PATH], &fields);
+    let equal = [("equal numbers", "content-length", "0")];
+    heads.add_with(&[METHOD, SCHEME, PATH, LENGTH_0], &equal);
+    let cookies = [("several cookies", "cookie", "c=d")];
+    heads.add_with(&[METHOD, SCHEME, PATH, ("cookie", "a=b")], &cookies);
+    heads.check(Role::Server, false);
+}
+
+#[test]
+fn malformed_responses_are_reset() {
+    let mut heads = Heads::default();
+    let statuses = [
+        ("an empty status", ":status", ""),
+        ("a status of two digits", ":status", "20"),
+        ("a status of four digits", ":status", "2000"),
+        ("a status below 100", ":status", "099"),
+        ("a status with a text", ":status", "200 OK"),
+        ("status 101", ":status", "101"),
+        ("no status", "a", "b"),
+    ];
+    heads.add_with(&[], &statuses);
+    let late = [("a status after others", ":status", "200")];
+    heads.add_with(&[("a", "b")], &late);
+    let fields = [
+        ("two statuses", ":status", "200"),
+        ("an unknown pseudo-header field", ":a", "b"),
+        ("a method", ":method", "GET"),
+        ("a scheme", ":scheme", "http"),
+        ("a path", ":path", "/"),
+        ("an authority", ":authority", "test"),
+        ("a protocol", ":protocol", "websocket"),
+        ("an uppercase name", "A", "b"),
+        ("a value with a line break", "a", "b\r\nc: d"),
+        ("connection", "connection", "close"),
+        ("transfer-encoding", "transfer-encoding", "chunked"),
+        ("upgrade", "upgrade", "websocket"),
+        ("no number", "content-length", "a"),
+    ];
+    heads.add_with(&[STATUS], &fields);
+    heads.add(&[("numbers that differ", &[STATUS, LENGTH_0, LENGTH_1])]);
+    heads.check(Role::Client, true);
+}
+
+#[test]
+fn extended_connect_is_announced_and_accepted() {
+    let mut bench = Bench::bare(Config {
+        enable_connect_protocol: true,
+        ..config(Role::Server)
+    });
+    let setting = &settings(&[(setting::ENABLE_CONNECT_PROTOCOL, 1)])[9..];
+    let mut sent = bench.frames[0].payload.chunks(6);
+    assert!(sent.any(|sent| sent == setting));
+    bench.feed([PREFACE, &settings(&[])].concat());
+    let path = (":path", "/chat");
+    let fields = [CONNECT, WEBSOCKET, SCHEME, path, AUTHORITY];
+    bench.feed(headers(1, 0, &fields));
+    let request = &bench.streams[0].request;
+    let protocol = request.extensions.get().map(Protocol::as_str);
+    assert_eq!(protocol, Some("websocket"));
+    let target = (request.method.as_str(), request.uri.path());
+    assert_eq!(target, ("CONNECT", "/chat"));
+    bench.take();
+    // RFC 8441, section 4: the other pseudo-header fields are required.
+    bench.feed(headers(3, 0, &[CONNECT, WEBSOCKET, AUTHORITY]));
+    let without_connect = [METHOD, WEBSOCKET, SCHEME, PATH, AUTHORITY];
+    bench.feed(headers(5, 0, &without_connect));
+    let expected = [3, 5].map(|stream| (stream, ErrorCode::PROTOCOL_ERROR));
+    assert_eq!(resets(&bench.take()), expected);
+    // It may be enabled later.
+    let mut bench = Bench::new(Role::Server);
+    bench.with(Connection::enable_connect_protocol);
+    bench.with(Connection::enable_connect_protocol);
+    let frames = bench.take();
+    assert_eq!((frames.len(), frames[0].payload == setting), (1, true));
+    bench.feed(settings_ack());
+    bench.feed(headers(1, 0, &fields));
+    assert_eq!(bench.streams.len(), 1);
+}
+
+#[test]
+fn a_client_learns_of_extended_connect() {
+    let mut bench = Bench::new(Role::Client);
+    assert!(!bench.with(|connection| connection.accepts_connect_protocol()));
+    bench.feed(settings(&[(setting::ENABLE_CONNECT_PROTOCOL, 1)]));
+    assert!(bench.with(|connection| connection.accepts_connect_protocol()));
+    let mut head = request("CONNECT", &[]);
+    let protocol = Protocol::try_from("websocket").expect("a name");
+    head.extensions.insert(protocol);
+    bench.shared.open(&head, false).expect("a stream");
+    let fields = decode(&bench.take()[1].payload);
+    let texts: Vec<_> = fields.iter().map(|field| format!("{field:?}")).collect();
+    for expected in ["websocket", "CONNECT", "Path", "Scheme"] {
+        let has_it = texts.iter().any(|text| text.contains(expected));
+        assert!(has_it, "{expected}: {fields:?}");
+    }
+}
+
+/// The fields of a block that does not need a table.
+fn decode(block: &[u8]) -> Vec<Field> {
+    let mut fields = Vec::new();
+    let each = |field: &Field, _| {
+        fields.push(field.clone());
+        true
+    };
+    let decoded = Decoder::new(4096).decode(block, each);
+    decoded.expect("a field block");
+    fields
+}
+
+/// HTTP/1 clients may send `GET http://test?a=b`.
+#[test]
+fn a_request_without_a_path_has_a_slash() {
+    for (uri, path) in [
+        ("http://test", "/"),
+        ("http://test?a=b", "/?a=b"),
+        ("http://test/?a", "/?a"),
+    ] {
+        let mut bench = Bench::new(Role::Client);
+        let mut head = request("GET", &[]);
+        head.uri = uri.parse::<Uri>().expect("a URI");
+        bench.shared.open(&head, true).expect("a stream");
+        let fields = decode(&bench.take()[0].payload);
+        let is_path = |field: &Field| matches!(field, Field::Path(sent) if sent.as_str() == path);
+        assert!(fields.iter().any(is_path), "{uri}: {fields:?}");
+    }
+}
