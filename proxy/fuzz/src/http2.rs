@@ -22,11 +22,15 @@ const MAX_BLOCK: usize = 1024;
 const MAX_OUTPUT: usize = 1000;
 /// The largest buffer that a connection takes over from earlier ones.
 const MAX_SPARE: usize = 128 * 1024;
+/// The number of field blocks of one input.
+const MAX_BLOCKS: usize = 64;
 /// The most output for an act of a task.
 const MAX_ACT: usize = 100;
+/// The most output for SETTINGS, WINDOW_UPDATE and GOAWAY, and for bodies.
+const FIRST_OUTPUT: usize = 2 * MAX_ACT + MAX_OUTPUT + MAX_FRAME;
 
-/// The two lowest bits of the first byte select the reader of the input, the others the length of the
-/// pieces in which the input arrives.
+/// The two lowest bits of the first byte select the reader of the input, the others the length of
+/// the pieces in which the input arrives.
 pub fn http2(bytes: &[u8]) {
     let Some((&first, rest)) = bytes.split_first() else {
         return;
@@ -58,9 +62,9 @@ fn connection(role: Role, piece: usize, input: &[u8], start: &[u8]) {
         engine.act(act);
         engine.check();
         // The peer does not always read.
-        match act >> 4 {
-            0 => {}
-            1 => engine.write(
+        match act >> 6 {
+            3 => {}
+            2 => engine.write(
                 engine
                     .shared
                     .with(|connection| connection.output().len() / 2),
@@ -71,7 +75,7 @@ fn connection(role: Role, piece: usize, input: &[u8], start: &[u8]) {
     engine.end();
 }
 
-/// What a peer gets that sends these bytes in pieces to streams that only wait, why the connection
+/// The output for a peer that sends these bytes in pieces to streams that only wait, why the connection
 /// has ended, and what has arrived for the streams.
 fn quiet(role: Role, bytes: &[u8], piece: usize) -> (Vec<u8>, Option<Violation>, Vec<String>) {
     let mut engine = Engine::new(role);
@@ -109,7 +113,7 @@ struct Engine {
     rest: Vec<u8>,
     written: Vec<u8>,
     violation: Option<Violation>,
-    /// The most output, as far as the peer and the tasks have caused it.
+    /// The most output after the acts of the peer and of the tasks since the output was empty.
     max_output: usize,
 }
 
@@ -137,7 +141,7 @@ impl Engine {
             rest: Vec::new(),
             written: Vec::new(),
             violation: None,
-            max_output: MAX_OUTPUT + MAX_FRAME + 2 * MAX_ACT,
+            max_output: FIRST_OUTPUT,
         };
         if role == Role::Client {
             engine.open("GET", true);
@@ -200,54 +204,25 @@ impl Engine {
                 self.written.extend_from_slice(output);
                 connection.record_written(output.len());
             }
+            if connection.output().is_empty() {
+                self.max_output = FIRST_OUTPUT;
+            }
         });
     }
 
-    /// Does something that a task may do. The lower bits select what, the others the stream.
+    /// Does something that a task may do. The lowest bits select the act, the next ones the stream.
     fn act(&mut self, act: u8) {
         self.max_output += MAX_ACT;
         match act & 15 {
-            0 => return,
-            1 => return self.shared.with(Connection::drain),
+            0 => {}
+            1 => self.shared.with(Connection::drain),
             2 => {
-                return drop(
-                    self.shared
-                        .with(|connection| connection.probe().to_be_bytes()),
-                );
+                self.shared.with(Connection::probe);
             }
-            3 if self.role == Role::Client => return self.open("HEAD", act & 16 == 0),
-            _ => {}
-        }
-        let count = self.streams.len().max(1);
-        let Some(stream) = self.streams.get_mut(usize::from(act >> 4) % count) else {
-            return;
-        };
-        let cx = &Context::from_waker(Waker::noop());
-        if let Some(sender) = &stream.0 {
-            let is_ready = matches!(sender.poll_ready(cx), Poll::Ready(Ok(())));
-            match act & 15 {
-                3 => drop(sender.respond(&response(103), false)),
-                4 => drop(sender.respond(&response(200), false)),
-                5 => drop(sender.respond(&response(204), true)),
-                6 if is_ready => drop(sender.send(vec![0; 20_000].into(), false)),
-                7 if is_ready => drop(sender.send(vec![0; 10].into(), true)),
-                8 => drop(sender.send_trailers(HeaderMap::new())),
-                9 => sender.reset(ErrorCode::CANCEL),
-                10 => stream.0 = None,
-                _ => {}
-            }
-        }
-        if let Some(receiver) = &stream.1 {
-            match act & 15 {
-                11 => drop(receiver.poll_response(cx)),
-                12 => drop(receiver.poll_trailers(cx)),
-                13 | 14 => {
-                    if let Poll::Ready(Some(Ok(data))) = receiver.poll_data(cx) {
-                        receiver.release(data.len());
-                    }
-                }
-                15 => stream.1 = None,
-                _ => {}
+            3 if self.role == Role::Client => self.open("HEAD", act & 16 == 0),
+            kind => {
+                let stream = self.streams.iter_mut().nth_back(usize::from(act >> 4 & 3));
+                stream.into_iter().for_each(|stream| stream.act(kind));
             }
         }
     }
@@ -279,8 +254,8 @@ impl Engine {
         });
     }
 
-    /// Ends the connection, which leaves nothing. Returns all that its peer has got: frames whose last
-    /// tells why the connection has ended.
+    /// Ends the connection, which leaves nothing. Returns all that its peer has got: frames whose
+    /// last tells why the connection has ended.
     fn end(mut self) -> Vec<u8> {
         let close = |connection: &mut Connection| {
             connection.close(ErrorCode::NO_ERROR, &Error::Closed);
@@ -313,6 +288,39 @@ impl Engine {
     }
 }
 
+impl Stream {
+    fn act(&mut self, kind: u8) {
+        let cx = &Context::from_waker(Waker::noop());
+        if let Some(sender) = &self.0 {
+            let is_ready = matches!(sender.poll_ready(cx), Poll::Ready(Ok(())));
+            match kind {
+                3 => drop(sender.respond(&response(103), false)),
+                4 => drop(sender.respond(&response(200), false)),
+                5 => drop(sender.respond(&response(204), true)),
+                6 if is_ready => drop(sender.send(vec![0; 20_000].into(), false)),
+                7 if is_ready => drop(sender.send(vec![0; 10].into(), true)),
+                8 => drop(sender.send_trailers(HeaderMap::new())),
+                9 => sender.reset(ErrorCode::CANCEL),
+                10 => self.0 = None,
+                _ => {}
+            }
+        }
+        if let Some(receiver) = &self.1 {
+            match kind {
+                11 => drop(receiver.poll_response(cx)),
+                12 => drop(receiver.poll_trailers(cx)),
+                13 | 14 => {
+                    if let Poll::Ready(Some(Ok(data))) = receiver.poll_data(cx) {
+                        receiver.release(data.len());
+                    }
+                }
+                15 => self.1 = None,
+                _ => {}
+            }
+        }
+    }
+}
+
 fn response(status: u16) -> http::response::Parts {
     let response = Response::builder().status(status).body(());
     response.expect("a response").into_parts().0
@@ -340,7 +348,10 @@ fn compression(mut input: &[u8]) {
     let mut decoder = Decoder::new(TABLE_SIZE);
     let mut unwanted = Decoder::new(TABLE_SIZE);
     let (mut encoder, mut second) = (Encoder::new(), Decoder::new(TABLE_SIZE));
-    while let Some((&length, rest)) = input.split_first() {
+    for _ in 0..MAX_BLOCKS {
+        let Some((&length, rest)) = input.split_first() else {
+            return;
+        };
         let (block, rest) = rest.split_at(rest.len().min(length.into()));
         input = rest;
         let Some(fields) = decode(&mut decoder, block) else {

@@ -8,6 +8,7 @@ mod detect;
 mod grpc;
 mod hello;
 mod http1;
+mod http2;
 mod identity;
 mod record;
 mod request;
@@ -22,6 +23,7 @@ pub use detect::detect;
 pub use grpc::grpc;
 pub use hello::hello;
 pub use http1::{body, head};
+pub use http2::http2;
 pub use identity::identity;
 pub use record::record;
 pub use request::request;
@@ -35,13 +37,14 @@ pub use values::values;
 pub type Target = fn(&[u8]);
 
 /// All targets. Each has a folder of its name in `corpus/`, and a file in `targets/`.
-pub const TARGETS: [(&str, Target); 14] = [
+pub const TARGETS: [(&str, Target); 15] = [
     ("authorization", authorization),
     ("body", body),
     ("detect", detect),
     ("grpc", grpc),
     ("head", head),
     ("hello", hello),
+    ("http2", http2),
     ("identity", identity),
     ("record", record),
     ("request", request),
