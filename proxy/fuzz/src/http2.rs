@@ -18,7 +18,7 @@ const TABLE_SIZE: usize = 4096;
 
 const MAX_STREAMS: u32 = 4;
 const STREAM_WINDOW: u32 = 65_535;
-const MAX_BLOCK: usize = 1024;
+const MAX_BLOCK: usize = 256;
 const MAX_OUTPUT: usize = 1000;
 /// The largest buffer that a connection takes over from earlier ones.
 const MAX_SPARE: usize = 128 * 1024;
@@ -62,21 +62,14 @@ fn connection(role: Role, piece: usize, input: &[u8], start: &[u8]) {
         engine.act(act);
         engine.check();
         // The peer does not always read.
-        match act >> 6 {
-            3 => {}
-            2 => engine.write(
-                engine
-                    .shared
-                    .with(|connection| connection.output().len() / 2),
-            ),
-            _ => engine.write(usize::MAX),
-        }
+        let length = engine.shared.with(|connection| connection.output().len());
+        engine.write([usize::MAX, usize::MAX, length / 2, 0][usize::from(act >> 6)]);
     }
     engine.end();
 }
 
-/// The output for a peer that sends these bytes in pieces to streams that only wait, why the connection
-/// has ended, and what has arrived for the streams.
+/// The output for a peer that sends these bytes in pieces to streams that only wait, why the
+/// connection has ended, and the messages of the streams.
 fn quiet(role: Role, bytes: &[u8], piece: usize) -> (Vec<u8>, Option<Violation>, Vec<String>) {
     let mut engine = Engine::new(role);
     for piece in bytes.chunks(piece) {
@@ -115,6 +108,8 @@ struct Engine {
     violation: Option<Violation>,
     /// The most output after the acts of the peer and of the tasks since the output was empty.
     max_output: usize,
+    /// The most memory for a field block, which is not grown beyond its limit.
+    max_block: usize,
 }
 
 /// The handles of a stream, as far as they are held.
@@ -142,6 +137,7 @@ impl Engine {
             written: Vec::new(),
             violation: None,
             max_output: FIRST_OUTPUT,
+            max_block: 2 * MAX_BLOCK,
         };
         if role == Role::Client {
             engine.open("GET", true);
@@ -174,16 +170,17 @@ impl Engine {
         self.rest.extend_from_slice(piece);
         // Each frame has at most one answer, which is a little longer than the shortest frame.
         self.max_output += 2 * piece.len();
-        match self
-            .shared
-            .with(|connection| connection.receive(&self.rest))
-        {
+        let mut expected = self.preface.min(self.rest.len());
+        while let Some(frame) = frame(&self.rest[expected..]) {
+            expected += frame;
+            self.max_block = self.max_block.max(frame);
+        }
+        let receive = |connection: &mut Connection| connection.receive(&self.rest);
+        match self.shared.with(receive) {
             Ok(length) if self.violation.is_some() => assert_eq!(length, self.rest.len()),
             Ok(length) => {
-                let preface = self.preface.min(self.rest.len());
-                let expected = preface + complete(&self.rest[preface..]);
                 assert_eq!(length, expected, "the length of the complete frames");
-                self.preface -= preface;
+                self.preface -= self.preface.min(length);
                 self.rest.drain(..length);
             }
             Err(violation) => {
@@ -206,6 +203,9 @@ impl Engine {
             }
             if connection.output().is_empty() {
                 self.max_output = FIRST_OUTPUT;
+                connection.return_buffer();
+                let buffered = connection.buffered();
+                assert!(buffered <= self.max_block, "{buffered} bytes of a block");
             }
         });
     }
@@ -244,8 +244,7 @@ impl Engine {
             };
             assert!(open <= max_streams, "{open} streams");
             assert!(length <= self.max_output, "{length} bytes of output");
-            let max_block = (2 * MAX_BLOCK).max(MAX_FRAME);
-            let max_buffered = MAX_SPARE.max(2 * self.max_output) + max_block;
+            let max_buffered = MAX_SPARE.max(2 * self.max_output) + self.max_block;
             let buffered = connection.buffered();
             assert!(buffered <= max_buffered, "{buffered} bytes of memory");
             let error = self.violation.map(Error::Violation);
@@ -324,15 +323,6 @@ impl Stream {
 fn response(status: u16) -> http::response::Parts {
     let response = Response::builder().status(status).body(());
     response.expect("a response").into_parts().0
-}
-
-/// The length of the complete frames.
-fn complete(bytes: &[u8]) -> usize {
-    let mut length = 0;
-    while let Some(frame) = frame(&bytes[length..]) {
-        length += frame;
-    }
-    length
 }
 
 /// The length of the first frame, if the frame is complete.

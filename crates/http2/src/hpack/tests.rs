@@ -1,5 +1,5 @@
-//! Tests of the decoder with invalid and unusual blocks. The other files have the examples of RFC 7541,
-//! the blocks of the encoder, and random blocks.
+//! Tests of the decoder with invalid and unusual blocks. The other files have the examples of RFC
+//! 7541, the blocks of the encoder, and random blocks.
 
 mod encoder;
 mod examples;

@@ -159,8 +159,8 @@ fn bodies_respect_the_window_of_the_connection_and_take_turns() {
     assert_eq!((ends.count(), bench.open_streams()), (3, 0));
 }
 
-/// Stream 1 has taken the window of the connection, or the output is full: the ends of other streams
-/// need neither, do not wait, and never get lost.
+/// Stream 1 has taken the window of the connection, or the output is full: the ends of other
+/// streams need neither, do not wait, and never get lost.
 #[test]
 fn the_end_of_a_message_is_sent_while_other_streams_wait() {
     for max_output in [1000, 1 << 20] {
@@ -218,4 +218,28 @@ fn output_has_a_maximum_beyond_which_bodies_wait() {
     assert!(output < 1000 + 16_384 + 9 + 20 * 20, "{output} bytes");
     bench.flush();
     assert_eq!(bench.open_streams(), 0);
+}
+
+/// The peer takes no more bytes of bodies, and reads what else arrives.
+#[test]
+fn resets_arrive_while_the_window_of_the_connection_is_closed() {
+    let mut bench = Bench::new(Role::Client);
+    let uploads: Vec<usize> = (0..4).map(|_| bench.open("POST", false)).collect();
+    for at in &uploads {
+        let sent = bench.streams[*at]
+            .sender
+            .send(vec![0; DEFAULT_WINDOW].into(), false);
+        assert_eq!(sent, Ok(()));
+    }
+    let frames = bench.take();
+    let sent: usize = [1, 3, 5, 7]
+        .iter()
+        .flat_map(|id| lengths(&frames, *id))
+        .sum();
+    assert_eq!(sent, DEFAULT_WINDOW);
+    for at in uploads {
+        bench.streams[at].sender.reset(ErrorCode::CANCEL);
+    }
+    let cancelled = [1, 3, 5, 7].map(|id| (id, ErrorCode::CANCEL));
+    assert_eq!(resets(&bench.take()), cancelled);
 }

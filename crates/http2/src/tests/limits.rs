@@ -1,5 +1,5 @@
-//! Peers that flood: field blocks, violations, resets and interim responses have limits. The dynamic
-//! table stays in step with the peer whatever becomes of a field block.
+//! Peers that flood: field blocks, violations, resets and interim responses have limits. The
+//! dynamic table stays in step with the peer whatever becomes of a field block.
 
 use super::bench::*;
 use super::*;
@@ -191,8 +191,8 @@ fn more_resets_at_once_than_twice_the_streams_end_the_connection() {
     assert_eq!(go_aways(&bench.take()), [(41, calm)]);
 }
 
-/// The server learns later that many requests were cancelled at once: the late frames violate nothing,
-/// and other requests use the connection.
+/// The server learns later that many requests were cancelled at once: the late frames violate
+/// nothing, and other requests use the connection.
 #[test]
 fn late_frames_after_many_resets_are_ignored() {
     let mut bench = Bench::new(Role::Client);

@@ -1,6 +1,7 @@
-//! Tests of whole connections. `model.rs` joins two engines, and `peers.rs` talks to the `h2` crate.
-//! In the other files, the peer is the test (`bench.rs`): they have the reactions to its frames that
-//! RFC 9113 asks for, or allows. The frames are built and read here, without the code of the crate.
+//! Tests of whole connections. `model.rs` joins two engines, and `peers.rs` talks to the `h2`
+//! crate. In the other files, the peer is the test (`bench.rs`): they have the reactions to its
+//! frames that RFC 9113 asks for, or allows. The frames are built and read here, without the code
+//! of the crate.
 
 mod bench;
 mod cases;
