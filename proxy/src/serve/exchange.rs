@@ -132,11 +132,6 @@ pub trait Protocol: Sized {
         attempt: Attempt<'_>,
     ) -> OutcomeOf<Self>;
 
-    /// Ready when the client leaves between two attempts. May take bytes that arrive meanwhile.
-    fn poll_left(&mut self, cx: &mut Context<'_>, _record: &mut ExchangeRecord) -> Poll<()> {
-        self.poll_gone(cx)
-    }
-
     /// Prepares another attempt. False if a part of what was sent is no longer there.
     fn rewind(&mut self) -> bool;
 }
@@ -207,7 +202,7 @@ impl<P: Protocol> Exchange<P> {
         let mut pause = pin!(pause);
         poll_fn(|cx| match pause.as_mut().poll(cx) {
             Poll::Ready(()) => Poll::Ready(false),
-            Poll::Pending => self.client.poll_left(cx, &mut self.record).map(|()| true),
+            Poll::Pending => self.client.poll_gone(cx).map(|()| true),
         })
         .await
     }

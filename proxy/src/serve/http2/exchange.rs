@@ -337,7 +337,7 @@ impl Exchange {
         });
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Some(leased)),
-            Poll::Pending => self.client.poll_left(cx, &mut self.record).map(|()| None),
+            Poll::Pending => self.client.poll_gone(cx).map(|()| None),
         })
         .await
     }
@@ -657,10 +657,6 @@ impl Protocol for Http2 {
         let (response, mut upstream) = *tunnel;
         let relayed = exchange.relay_response(response, &mut upstream, plan, &attempt.endpoint);
         relayed.await
-    }
-
-    fn poll_left(&mut self, cx: &mut Context<'_>, _record: &mut ExchangeRecord) -> Poll<()> {
-        self.poll_gone(cx)
     }
 
     fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()> {
