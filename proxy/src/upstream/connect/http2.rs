@@ -573,8 +573,9 @@ async fn open(
     let config = config(Role::Client, stream_window(slot.max_bytes()));
     let io = Multiplexed::new(io, memory, config);
     let task = tokio::task::spawn_local({
-        let (io, slot, streams) = (io.clone(), slot.clone(), streams.clone());
+        let (slot, driven) = (slot.clone(), Driven(io.clone(), streams.clone()));
         async move {
+            let Driven(io, streams) = &driven;
             let ended = io.drive(|cx| {
                 if io.overload().is_some() {
                     tracing::debug!(%address, "upstream connection reset: no memory is left for it");
@@ -585,7 +586,7 @@ async fn open(
                     io.reset_on_drop();
                     return Poll::Ready(());
                 }
-                streams.release_read(&io);
+                streams.release_read(io);
                 if let Some(error) = io.ended() {
                     tracing::debug!(%address, "upstream connection ended: {error}");
                     return Poll::Ready(());
@@ -593,7 +594,7 @@ async fn open(
                 let is_over = |io: &Multiplexed| {
                     io.with(|connection| !connection.accepts_streams() && !connection.has_streams())
                 };
-                if streams.is_unused.get() || is_over(&io) {
+                if streams.is_unused.get() || is_over(io) {
                     let closed = |connection: &mut diy_mesh_http2::Connection| {
                         connection.close(ErrorCode::NO_ERROR, &Error::Closed);
                     };
@@ -606,7 +607,6 @@ async fn open(
                 None => io.reset_on_drop(),
                 Some(()) => io.shut_down().await,
             }
-            io.release();
         }
     });
     let now = Instant::now();
@@ -631,6 +631,18 @@ async fn open(
         slot,
         task: task.abort_handle(),
     }))
+}
+
+/// A connection whose task runs. When the task ends, also because the connection has to end at once, all
+/// streams end, and nothing is kept: a kept value refers to the streams.
+struct Driven(Multiplexed, Rc<Streams>);
+
+impl Drop for Driven {
+    fn drop(&mut self) {
+        let Self(io, streams) = self;
+        io.release();
+        drop(streams.unread.take());
+    }
 }
 
 /// The limits of a connection whose streams have these windows.
