@@ -54,16 +54,11 @@ impl Shared {
     pub fn accept(&self) -> Option<Opened> {
         let connection = &mut *self.0.borrow_mut();
         let (key, request) = connection.next_opened()?;
-        // One was counted when the stream was opened.
-        connection.stream(key).handles = 2;
-        let handle = || Handle {
-            connection: self.0.clone(),
-            key,
-        };
+        let (sender, receiver) = self.handles(connection, key);
         Some(Opened {
             request,
-            sender: Sender(handle()),
-            receiver: Receiver(handle()),
+            sender,
+            receiver,
         })
     }
 
@@ -75,12 +70,17 @@ impl Shared {
     ) -> Result<(Sender, Receiver), Error> {
         let connection = &mut *self.0.borrow_mut();
         let key = connection.open(head, end_stream)?;
+        Ok(self.handles(connection, key))
+    }
+
+    /// The two handles of a stream, which had none, or the one that is counted until it is accepted.
+    fn handles(&self, connection: &mut Connection, key: Key) -> (Sender, Receiver) {
         connection.stream(key).handles = 2;
         let handle = || Handle {
             connection: self.0.clone(),
             key,
         };
-        Ok((Sender(handle()), Receiver(handle())))
+        (Sender(handle()), Receiver(handle()))
     }
 }
 

@@ -235,3 +235,30 @@ fn interim_responses_are_limited_while_nobody_reads() {
     assert_eq!(statuses.last(), Some(&Ok(200)));
     assert_eq!(bench.read(0), (vec![], Some(Ok(()))));
 }
+
+/// Each stream counts until its peer takes the end of the response.
+#[test]
+fn responses_that_a_peer_does_not_take_use_up_its_streams() {
+    let mut bench = Bench::of(Config {
+        max_streams: 10,
+        ..config(Role::Server)
+    });
+    bench.feed(initial_window(0));
+    for stream in 0..10 {
+        bench.feed(headers(2 * stream + 1, flag::END_STREAM, &GET));
+        let Stream { sender, .. } = bench.streams.pop().expect("an accepted stream");
+        assert_eq!(sender.respond(&response(200, &[]), false), Ok(()));
+        assert_eq!(sender.send(Bytes::from_static(b"waits"), true), Ok(()));
+    }
+    bench.take();
+    assert_eq!(bench.open_streams(), 10);
+    bench.feed(headers(21, flag::END_STREAM, &GET));
+    assert_eq!(resets(&bench.take()), [(21, ErrorCode::REFUSED_STREAM)]);
+    // The peer takes one, and cancels the others.
+    bench.feed(window_update(1, 5));
+    assert_eq!(ends(&bench.take(), 1).len(), 1);
+    for stream in 1..10 {
+        bench.feed(reset(2 * stream + 1, ErrorCode::CANCEL));
+    }
+    assert!(!bench.has_streams() && bench.is_alive());
+}

@@ -3,8 +3,7 @@
 //! the connections to endpoints.
 //!
 //! The constants in this file, and `connect::http2::config`, limit the resources that one client
-//! connection uses. A flood closes
-//! only the connection that it arrives on.
+//! connection uses. A flood closes only the connection that it arrives on.
 
 pub mod call;
 mod exchange;

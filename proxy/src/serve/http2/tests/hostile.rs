@@ -427,6 +427,30 @@ fn bodies_that_are_kept_for_another_attempt_are_charged() {
     });
 }
 
+/// One request has a stream of the endpoint, which is silent. The bodies of the others wait.
+#[test]
+fn bodies_that_wait_for_an_endpoint_are_charged_and_released() {
+    on_worker(async {
+        const STREAMS: usize = 10;
+        const BODY: &[u8] = &[0; 60_000];
+        let mesh = Mesh::new();
+        let (_silent, address) = listen().await;
+        let mut client = mesh.client_of(address).await;
+        let used = || mesh.worker.admission.used_bytes(&[]);
+        let mut open = Vec::new();
+        for _ in 0..STREAMS {
+            poll_fn(|cx| client.poll_ready(cx)).await.unwrap();
+            let (response, mut stream) = client.send_request(grpc("/"), false).unwrap();
+            stream.send_data(Bytes::from_static(BODY), false).unwrap();
+            open.push((response, stream));
+        }
+        // The window of the client's connection is larger than all bodies.
+        until(|| used() > STREAMS * BODY.len()).await;
+        drop(open);
+        until(|| used() < BODY.len()).await;
+    });
+}
+
 /// Starts an app that reads bodies, and never responds.
 async fn stalled_reader() -> SocketAddr {
     app(|request, respond| async move {
