@@ -14,11 +14,9 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::task::{Context, Waker};
 
-use http::request;
-
 use crate::frame::{self, PREFACE, kind, setting};
 use crate::hpack::{Decoder, Encoder};
-use crate::message::Received;
+use crate::message::{Received, Request};
 use crate::stream::{Key, Streams};
 use crate::{Error, ErrorCode, Violation};
 
@@ -112,7 +110,7 @@ enum Drain {
 }
 
 /// A stream that the peer has opened, with the head of its request.
-pub(crate) type Opened = (Key, Received<request::Parts>);
+pub(crate) type Opened = (Key, Received<Request>);
 
 /// The state of a connection.
 pub struct Connection {

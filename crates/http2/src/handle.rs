@@ -7,12 +7,11 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http::{HeaderMap, request, response};
 
 use crate::connection::{Config, Connection};
-use crate::message::Received;
+use crate::message::{Received, Request, Response};
 use crate::stream::{Key, Receiving, Stream};
-use crate::{Error, ErrorCode};
+use crate::{Error, ErrorCode, Fields};
 
 /// A connection, shared by its driver and the tasks of its streams.
 #[derive(Clone)]
@@ -32,7 +31,7 @@ struct Handle {
 /// A stream that the peer has opened.
 pub struct Opened {
     /// The head of the request.
-    pub request: Received<request::Parts>,
+    pub request: Received<Request>,
     /// For the response.
     pub sender: Sender,
     /// The body of the request.
@@ -63,11 +62,7 @@ impl Shared {
     }
 
     /// Opens a stream with a request. Fails if the connection takes no more.
-    pub fn open(
-        &self,
-        head: &request::Parts,
-        end_stream: bool,
-    ) -> Result<(Sender, Receiver), Error> {
+    pub fn open(&self, head: &Request, end_stream: bool) -> Result<(Sender, Receiver), Error> {
         let connection = &mut *self.0.borrow_mut();
         let key = connection.open(head, end_stream)?;
         Ok(self.handles(connection, key))
@@ -111,7 +106,7 @@ impl Drop for Handle {
 
 impl Sender {
     /// Sends the head of the response, or an interim one.
-    pub fn respond(&self, head: &response::Parts, end_stream: bool) -> Result<(), Error> {
+    pub fn respond(&self, head: &Response, end_stream: bool) -> Result<(), Error> {
         self.0
             .with(|connection, key| connection.respond(key, head, end_stream))
     }
@@ -138,7 +133,7 @@ impl Sender {
     }
 
     /// Sends trailers, after the bytes that wait.
-    pub fn send_trailers(&self, trailers: HeaderMap) -> Result<(), Error> {
+    pub fn send_trailers(&self, trailers: Fields) -> Result<(), Error> {
         self.0
             .with(|connection, key| connection.send_trailers(key, trailers))
     }
@@ -157,10 +152,7 @@ impl Sender {
 
 impl Receiver {
     /// Waits for the head of the response. Interim ones come first.
-    pub fn poll_response(
-        &self,
-        cx: &Context<'_>,
-    ) -> Poll<Result<Received<response::Parts>, Error>> {
+    pub fn poll_response(&self, cx: &Context<'_>) -> Poll<Result<Received<Response>, Error>> {
         self.0
             .poll(cx, |stream| match stream.responses.pop_front() {
                 Some(response) => Some(Ok(response)),
@@ -182,10 +174,7 @@ impl Receiver {
     }
 
     /// Takes the trailers, after the end of the body.
-    pub fn poll_trailers(
-        &self,
-        cx: &Context<'_>,
-    ) -> Poll<Result<Option<Received<HeaderMap>>, Error>> {
+    pub fn poll_trailers(&self, cx: &Context<'_>) -> Poll<Result<Option<Received<Fields>>, Error>> {
         self.0.poll(cx, |stream| {
             if stream.receiving == Receiving::Ended {
                 return Some(Ok(stream.trailers.take()));

@@ -3,6 +3,7 @@
 
 mod connection;
 mod error;
+mod fields;
 mod frame;
 mod handle;
 pub mod hpack;
@@ -13,6 +14,7 @@ mod tests;
 
 pub use connection::{Config, Connection, Role};
 pub use error::{Error, ErrorCode, Violation};
+pub use fields::Fields;
 pub use frame::MAX_FRAME;
 pub use handle::{Opened, Receiver, Sender, Shared};
-pub use message::{Protocol, Received};
+pub use message::{Received, Request, Response};

@@ -1,30 +1,122 @@
 //! From fields to the heads and trailers of messages, and back (RFC 9113, section 8).
 
-use http::header::{CONNECTION, CONTENT_LENGTH, TE, TRANSFER_ENCODING, UPGRADE};
-use http::uri::{Authority, PathAndQuery, Scheme};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, request, response};
+use std::fmt;
 
-use crate::hpack::{Encoder, Field};
+use http::header::CONTENT_LENGTH;
+use http::uri::{PathAndQuery, Scheme};
+use http::{Method, StatusCode, request, response};
 
-const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
-const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+use crate::fields::{Fields, Text};
+use crate::hpack::{Encoder, Field, Kind, is_path};
 
-/// The protocol of an extended CONNECT request (RFC 8441, section 4), an extension of its head.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Protocol(HeaderValue);
+/// The maximum length of a path of this side, as in the crate `http`.
+const MAX_PATH: usize = u16::MAX as usize - 1;
 
-impl Protocol {
-    /// The name of the protocol, such as `websocket`.
-    pub fn as_str(&self) -> &str {
-        self.0.to_str().unwrap_or_default()
+/// The head of a request.
+#[derive(Clone)]
+pub struct Request {
+    /// GET, POST, ...
+    pub method: Method,
+    /// http or https. `None` for CONNECT.
+    pub scheme: Option<Scheme>,
+    /// The header fields.
+    pub fields: Fields,
+    authority: Option<Text>,
+    path: Option<Text>,
+    protocol: Option<Text>,
+}
+
+/// The head of a response.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Response {
+    /// The status.
+    pub status: StatusCode,
+    /// The header fields.
+    pub fields: Fields,
+}
+
+impl Request {
+    /// `:authority`.
+    pub fn authority(&self) -> Option<&[u8]> {
+        self.authority.map(|text| self.fields.text(text))
+    }
+
+    /// `:path`, with the query. `None` for CONNECT.
+    pub fn path(&self) -> Option<&[u8]> {
+        self.path.map(|text| self.fields.text(text))
+    }
+
+    /// The protocol of an extended CONNECT request (RFC 8441, section 4), such as `websocket`.
+    pub fn protocol(&self) -> Option<&[u8]> {
+        self.protocol.map(|text| self.fields.text(text))
+    }
+
+    /// Changes `:authority`.
+    pub fn set_authority(&mut self, authority: &http::uri::Authority) {
+        self.authority = Some(self.fields.keep(authority.as_str().as_bytes()));
+    }
+
+    /// Changes `:path`. Returns false, without a change, if no request can have this path.
+    #[must_use]
+    pub fn set_path(&mut self, path: &[u8]) -> bool {
+        let is_valid = path.len() <= MAX_PATH && is_path(path);
+        if is_valid {
+            self.path = Some(self.fields.keep(path));
+        }
+        is_valid
+    }
+
+    /// Makes a request to `http://` an extended CONNECT request for this protocol.
+    #[cfg(test)]
+    pub(crate) fn set_protocol(&mut self, protocol: &'static str) {
+        self.method = Method::CONNECT;
+        self.protocol = Some(self.fields.keep(protocol.as_bytes()));
     }
 }
 
-impl TryFrom<&'static str> for Protocol {
-    type Error = http::header::InvalidHeaderValue;
+impl From<&request::Parts> for Request {
+    fn from(parts: &request::Parts) -> Self {
+        let mut fields = Fields::from(&parts.headers);
+        let authority = parts.uri.authority();
+        let authority = authority.map(|authority| fields.keep(authority.as_str().as_bytes()));
+        // A URI may have a query without a path.
+        let path = parts.uri.path_and_query().map_or("/", PathAndQuery::as_str);
+        let slash = if path.starts_with('?') { "/" } else { "" };
+        let path = fields.keep(&[slash, path].concat().into_bytes());
+        let scheme = parts.uri.scheme().cloned().unwrap_or(Scheme::HTTP);
+        let has_path = parts.method != Method::CONNECT;
+        Self {
+            method: parts.method.clone(),
+            scheme: has_path.then_some(scheme),
+            fields,
+            authority,
+            path: has_path.then_some(path),
+            protocol: None,
+        }
+    }
+}
 
-    fn try_from(name: &'static str) -> Result<Self, Self::Error> {
-        HeaderValue::from_str(name).map(Self)
+impl From<&response::Parts> for Response {
+    fn from(parts: &response::Parts) -> Self {
+        Self {
+            status: parts.status,
+            fields: Fields::from(&parts.headers),
+        }
+    }
+}
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text =
+            |text: Option<&[u8]>| text.map(|text| String::from_utf8_lossy(text).into_owned());
+        f.debug_struct("Request")
+            .field("method", &self.method)
+            .field("scheme", &self.scheme)
+            .field("authority", &text(self.authority()))
+            .field("path", &text(self.path()))
+            .field("protocol", &text(self.protocol()))
+            .field("fields", &self.fields)
+            .finish()
     }
 }
 
@@ -42,11 +134,11 @@ pub struct Received<T> {
 pub(crate) struct Section {
     method: Option<Method>,
     scheme: Option<Scheme>,
-    authority: Option<Authority>,
-    path: Option<PathAndQuery>,
-    protocol: Option<HeaderValue>,
+    authority: Option<Text>,
+    path: Option<Text>,
+    protocol: Option<Text>,
     status: Option<StatusCode>,
-    fields: HeaderMap,
+    fields: Fields,
     /// The size of the fields so far (RFC 9113, section 6.5.2).
     size: usize,
     is_cut: bool,
@@ -55,52 +147,45 @@ pub(crate) struct Section {
 
 impl Section {
     /// Takes the next field. Returns whether further ones are kept.
-    pub fn push(&mut self, field: &Field, size: usize, max_size: usize) -> bool {
+    pub fn push(&mut self, field: &Field<'_>, max_size: usize) -> bool {
         if self.size > max_size {
             self.is_cut = true;
             return false;
         }
-        self.size += size;
-        match field {
-            Field::Method(method) => {
-                self.pseudo(|section| section.method.replace(method.clone()).is_some())
+        self.size += field.size();
+        let value = field.value;
+        let is_repeated = match field.kind {
+            Kind::Header | Kind::Te => {
+                self.fields.append(field.name, value, field.is_sensitive);
+                return true;
             }
-            Field::Scheme(scheme) => {
-                self.pseudo(|section| section.scheme.replace(scheme.clone()).is_some())
+            Kind::Malformed(reason) => {
+                self.malformed(reason);
+                return true;
             }
-            Field::Authority(authority) => {
-                self.pseudo(|section| section.authority.replace(authority.clone()).is_some());
+            Kind::Method => {
+                let method = Method::from_bytes(value).ok();
+                std::mem::replace(&mut self.method, method).is_some()
             }
-            Field::Path(path) => {
-                self.pseudo(|section| section.path.replace(path.clone()).is_some())
+            Kind::Scheme => {
+                let scheme = Scheme::try_from(value).ok();
+                std::mem::replace(&mut self.scheme, scheme).is_some()
             }
-            Field::Protocol(protocol) => {
-                self.pseudo(|section| section.protocol.replace(protocol.clone()).is_some());
+            Kind::Status => {
+                let status = StatusCode::from_bytes(value).ok();
+                std::mem::replace(&mut self.status, status).is_some()
             }
-            Field::Status(status) => {
-                self.pseudo(|section| section.status.replace(*status).is_some())
-            }
-            Field::Header(name, value) if is_of_connection(name, value) => {
-                self.malformed("a field of the connection, which HTTP/2 does not have");
-            }
-            Field::Header(name, value) => {
-                if self.fields.try_append(name, value.clone()).is_err() {
-                    self.is_cut = true;
-                }
-            }
-            Field::Malformed(reason) => self.malformed(reason),
+            Kind::Authority => self.authority.replace(self.fields.keep(value)).is_some(),
+            Kind::Path => self.path.replace(self.fields.keep(value)).is_some(),
+            Kind::Protocol => self.protocol.replace(self.fields.keep(value)).is_some(),
+        };
+        if is_repeated {
+            self.malformed("a repeated pseudo-header field");
         }
-        true
-    }
-
-    /// Takes a pseudo-header field. `is_repeated` keeps the field, and tells whether there was one before.
-    fn pseudo(&mut self, is_repeated: impl FnOnce(&mut Self) -> bool) {
         if !self.fields.is_empty() {
             self.malformed("a pseudo-header field after other fields");
         }
-        if is_repeated(self) {
-            self.malformed("a repeated pseudo-header field");
-        }
+        true
     }
 
     fn malformed(&mut self, reason: &'static str) {
@@ -108,14 +193,14 @@ impl Section {
     }
 
     /// The head of a request.
-    pub fn request(mut self) -> Result<Received<request::Parts>, &'static str> {
+    pub fn request(self) -> Result<Received<Request>, &'static str> {
         if let Some(reason) = self.malformed {
             return Err(reason);
         }
         if self.status.is_some() {
             return Err("a request with :status");
         }
-        let method = self.method.take().ok_or("a request without :method")?;
+        let method = self.method.ok_or("a request without :method")?;
         let is_connect = method == Method::CONNECT && self.protocol.is_none();
         if is_connect != self.path.is_none() || is_connect != self.scheme.is_none() {
             return Err("a request with a wrong combination of :method, :scheme and :path");
@@ -126,63 +211,46 @@ impl Section {
         if self.protocol.is_some() && method != Method::CONNECT {
             return Err(":protocol in a request other than CONNECT");
         }
-        let (mut parts, ()) = http::Request::new(()).into_parts();
-        let mut uri = http::uri::Parts::default();
-        // A URI has a scheme only with an authority.
-        uri.scheme = self.scheme.take().filter(|_| self.authority.is_some());
-        uri.authority = self.authority.take();
-        uri.path_and_query = self.path.take();
-        parts.uri = Uri::from_parts(uri).map_err(|_| ":scheme, :authority and :path are no URI")?;
-        parts.method = method;
-        parts.version = http::Version::HTTP_2;
-        if let Some(protocol) = self.protocol.take() {
-            parts.extensions.insert(Protocol(protocol));
-        }
-        parts.headers = self.fields;
         Ok(Received {
-            message: parts,
+            message: Request {
+                method,
+                scheme: self.scheme,
+                fields: self.fields,
+                authority: self.authority,
+                path: self.path,
+                protocol: self.protocol,
+            },
             is_cut: self.is_cut,
         })
     }
 
     /// The head of a response.
-    pub fn response(self) -> Result<Received<response::Parts>, &'static str> {
+    pub fn response(self) -> Result<Received<Response>, &'static str> {
         if let Some(reason) = self.malformed {
             return Err(reason);
         }
-        let is_of_request = self.method.is_some()
-            || self.scheme.is_some()
-            || self.authority.is_some()
-            || self.path.is_some()
-            || self.protocol.is_some();
-        if is_of_request {
+        if self.is_of_request() {
             return Err("a response with a pseudo-header field of requests");
         }
-        let (mut parts, ()) = http::Response::new(()).into_parts();
-        parts.status = self.status.ok_or("a response without :status")?;
-        if parts.status == StatusCode::SWITCHING_PROTOCOLS {
+        let status = self.status.ok_or("a response without :status")?;
+        if status == StatusCode::SWITCHING_PROTOCOLS {
             return Err("status 101, which HTTP/2 does not have");
         }
-        parts.version = http::Version::HTTP_2;
-        parts.headers = self.fields;
         Ok(Received {
-            message: parts,
+            message: Response {
+                status,
+                fields: self.fields,
+            },
             is_cut: self.is_cut,
         })
     }
 
     /// The trailers of a message.
-    pub fn trailers(self) -> Result<Received<HeaderMap>, &'static str> {
+    pub fn trailers(self) -> Result<Received<Fields>, &'static str> {
         if let Some(reason) = self.malformed {
             return Err(reason);
         }
-        let is_head = self.method.is_some()
-            || self.scheme.is_some()
-            || self.authority.is_some()
-            || self.path.is_some()
-            || self.protocol.is_some()
-            || self.status.is_some();
-        if is_head {
+        if self.is_of_request() || self.status.is_some() {
             return Err("trailers with a pseudo-header field");
         }
         Ok(Received {
@@ -190,36 +258,27 @@ impl Section {
             is_cut: self.is_cut,
         })
     }
-}
 
-/// Whether no HTTP/2 message has the field (RFC 9113, section 8.2.2).
-fn is_of_connection(name: &HeaderName, value: &HeaderValue) -> bool {
-    match name {
-        name if *name == TE => !value.as_bytes().eq_ignore_ascii_case(b"trailers"),
-        name => [
-            CONNECTION,
-            TRANSFER_ENCODING,
-            UPGRADE,
-            KEEP_ALIVE,
-            PROXY_CONNECTION,
-        ]
-        .contains(name),
+    fn is_of_request(&self) -> bool {
+        self.method.is_some()
+            || self.scheme.is_some()
+            || self.authority.is_some()
+            || self.path.is_some()
+            || self.protocol.is_some()
     }
 }
 
 /// The length that the head gives its body. Fails if the field has no such value, or several ones.
-pub(crate) fn content_length(fields: &HeaderMap) -> Result<Option<u64>, &'static str> {
-    let mut values = fields.get_all(CONTENT_LENGTH).iter();
+pub(crate) fn content_length(fields: &Fields) -> Result<Option<u64>, &'static str> {
+    let mut values = fields.get_all(CONTENT_LENGTH.as_str());
     let Some(first) = values.next() else {
         return Ok(None);
     };
     if values.any(|other| other != first) {
         return Err("values of Content-Length that differ");
     }
-    let text = first
-        .to_str()
-        .ok()
-        .filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
+    let is_number = !first.is_empty() && first.iter().all(u8::is_ascii_digit);
+    let text = str::from_utf8(first).ok().filter(|_| is_number);
     let length = text.and_then(|text| text.parse().ok());
     length
         .map(Some)
@@ -227,43 +286,42 @@ pub(crate) fn content_length(fields: &HeaderMap) -> Result<Option<u64>, &'static
 }
 
 /// Appends the fields of a request's head.
-pub(crate) fn write_request(encoder: &mut Encoder, head: &request::Parts, out: &mut Vec<u8>) {
+pub(crate) fn write_request(encoder: &mut Encoder, head: &Request, out: &mut Vec<u8>) {
     encoder.begin(out);
-    encoder.method(&head.method, out);
-    let protocol = head.extensions.get::<Protocol>();
-    if head.method != Method::CONNECT || protocol.is_some() {
-        encoder.scheme(head.uri.scheme().unwrap_or(&Scheme::HTTP), out);
+    encoder.field(b":method", head.method.as_str().as_bytes(), false, out);
+    let scheme = head
+        .scheme
+        .as_ref()
+        .map(|scheme| scheme.as_str().as_bytes());
+    let pseudo: [(&[u8], _); 4] = [
+        (b":scheme", scheme),
+        (b":authority", head.authority()),
+        (b":path", head.path()),
+        (b":protocol", head.protocol()),
+    ];
+    for (name, value) in pseudo {
+        if let Some(value) = value {
+            encoder.field(name, value, false, out);
+        }
     }
-    if let Some(authority) = head.uri.authority() {
-        encoder.authority(authority.as_str(), out);
-    }
-    if head.method != Method::CONNECT || protocol.is_some() {
-        let path = head.uri.path_and_query().map_or("/", PathAndQuery::as_str);
-        // A URI may have a query without a path.
-        let with_slash = path.starts_with('?').then(|| format!("/{path}"));
-        encoder.path(with_slash.as_deref().unwrap_or(path), out);
-    }
-    if let Some(Protocol(protocol)) = protocol {
-        encoder.protocol(protocol.as_bytes(), out);
-    }
-    write_fields(encoder, &head.headers, out);
+    write_fields(encoder, &head.fields, out);
 }
 
 /// Appends the fields of a response's head.
-pub(crate) fn write_response(encoder: &mut Encoder, head: &response::Parts, out: &mut Vec<u8>) {
+pub(crate) fn write_response(encoder: &mut Encoder, head: &Response, out: &mut Vec<u8>) {
     encoder.begin(out);
-    encoder.status(head.status, out);
-    write_fields(encoder, &head.headers, out);
+    encoder.field(b":status", head.status.as_str().as_bytes(), false, out);
+    write_fields(encoder, &head.fields, out);
 }
 
 /// Appends the fields of trailers.
-pub(crate) fn write_trailers(encoder: &mut Encoder, fields: &HeaderMap, out: &mut Vec<u8>) {
+pub(crate) fn write_trailers(encoder: &mut Encoder, fields: &Fields, out: &mut Vec<u8>) {
     encoder.begin(out);
     write_fields(encoder, fields, out);
 }
 
-fn write_fields(encoder: &mut Encoder, fields: &HeaderMap, out: &mut Vec<u8>) {
-    for (name, value) in fields {
-        encoder.header(name, value, out);
+fn write_fields(encoder: &mut Encoder, fields: &Fields, out: &mut Vec<u8>) {
+    for (name, value, is_sensitive) in fields.entries() {
+        encoder.field(name, value, is_sensitive, out);
     }
 }

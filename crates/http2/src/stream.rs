@@ -4,10 +4,9 @@ use std::collections::VecDeque;
 use std::task::{Context, Waker};
 
 use bytes::{Bytes, BytesMut};
-use http::{HeaderMap, response};
 
-use crate::Error;
-use crate::message::Received;
+use crate::message::{Received, Response};
+use crate::{Error, Fields};
 
 /// The maximum number of interim responses that wait for one stream's task. Further ones are dropped.
 const MAX_INTERIM: usize = 16;
@@ -50,7 +49,7 @@ pub(crate) enum Finish {
     Open,
     /// END_STREAM with the last of them.
     End,
-    Trailers(HeaderMap),
+    Trailers(Fields),
 }
 
 /// One stream.
@@ -59,9 +58,9 @@ pub(crate) struct Stream {
     /// The number of handles.
     pub handles: u8,
     pub receiving: Receiving,
-    pub responses: VecDeque<Received<response::Parts>>,
+    pub responses: VecDeque<Received<Response>>,
     pub body: BytesMut,
-    pub trailers: Option<Received<HeaderMap>>,
+    pub trailers: Option<Received<Fields>>,
     /// The number of bytes that the peer may still send.
     pub receive_window: i64,
     /// Bytes that the peer has no credit for yet, and will get it.
@@ -128,7 +127,7 @@ impl Stream {
     }
 
     /// Keeps a response for the task of the stream.
-    pub fn respond(&mut self, response: Received<response::Parts>) {
+    pub fn respond(&mut self, response: Received<Response>) {
         let is_interim = response.message.status.is_informational();
         if !is_interim || self.responses.len() < MAX_INTERIM {
             self.responses.push_back(response);

@@ -26,7 +26,7 @@ pub fn grpc(bytes: &[u8]) {
 /// The status depends on the body only, and not on the pieces in which it arrives.
 fn status(kind: &str, body: &[u8], piece: usize) -> &'static str {
     let request = Request::post("/shop.Cart/Add").header("content-type", kind);
-    let head = request.body(()).expect("a request").into_parts().0;
+    let head = diy_mesh_http2::Request::from(&request.body(()).expect("a request").into_parts().0);
     let mut call = GrpcCall::of(&RequestView {
         method: b"POST",
         target: b"/shop.Cart/Add",

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use bytes::{Bytes, BytesMut};
+use diy_mesh_http2::Request;
 use diy_mesh_proto::mesh::v1::{PathModifier, Redirect, UrlRewrite, path_modifier};
 use diy_mesh_proto::pattern::Pattern;
 use diy_mesh_proxy::error::RequestPart;
@@ -17,9 +18,8 @@ use diy_mesh_proxy::route::matching::{
 use diy_mesh_proxy::route::url;
 use diy_mesh_proxy::serve::http1::head::RequestHead;
 use diy_mesh_proxy::serve::http2::head;
-use http::request::Parts;
 use http::uri::{Authority, PathAndQuery, Scheme};
-use http::{HeaderName, HeaderValue, Method, Request, Uri};
+use http::{HeaderName, HeaderValue, Method, Uri};
 
 const CALLER: &str = "spiffe://cluster.local/ns/shop/sa/web";
 /// Fields that frame a message, or belong to one connection: HTTP/2 lacks these fields.
@@ -111,7 +111,7 @@ fn http1(
 }
 
 /// The request in HTTP/2, or `None` if HTTP/2 does not permit it, or gives it another meaning.
-fn http2(form: Form, method: &[u8], host: &[u8], path: &[u8], fields: &Pairs) -> Option<Parts> {
+fn http2(form: Form, method: &[u8], host: &[u8], path: &[u8], fields: &Pairs) -> Option<Request> {
     let has_spaces = host.trim_ascii().len() < host.len();
     let is_tunnel = method.eq_ignore_ascii_case(b"CONNECT");
     let has_form = form != Form::Absolute || path.starts_with(b"/");
@@ -124,7 +124,7 @@ fn http2(form: Form, method: &[u8], host: &[u8], path: &[u8], fields: &Pairs) ->
         uri.authority = Some(Authority::try_from(host).ok()?);
         uri.scheme = Some(Scheme::HTTP);
     }
-    let mut parts = Request::new(()).into_parts().0;
+    let mut parts = http::Request::new(()).into_parts().0;
     parts.method = Method::from_bytes(method).ok()?;
     parts.uri = Uri::from_parts(uri).ok()?;
     parts.headers = fields
@@ -139,10 +139,10 @@ fn http2(form: Form, method: &[u8], host: &[u8], path: &[u8], fields: &Pairs) ->
             .headers
             .insert("host", HeaderValue::from_bytes(host).ok()?);
     }
-    Some(parts)
+    Some(Request::from(&parts))
 }
 
-fn compare(http1: &RequestHead, mut http2: Parts) {
+fn compare(http1: &RequestHead, mut http2: Request) {
     same(&http1.view(), &head::view(&http2));
     let selected = select(&http1.view());
     assert_eq!(selected, select(&head::view(&http2)));

@@ -23,7 +23,7 @@ pub fn token(bytes: &[u8]) {
         return;
     };
     let request = Request::get("/").header("authorization", value).body(());
-    let head = request.expect("a request").into_parts().0;
+    let head = diy_mesh_http2::Request::from(&request.expect("a request").into_parts().0);
     let view = RequestView {
         method: b"GET",
         target: b"/",

@@ -19,7 +19,7 @@ pub fn trace(bytes: &[u8]) {
         };
         request.headers_mut().append(name, value);
     }
-    let head = request.into_parts().0;
+    let head = diy_mesh_http2::Request::from(&request.into_parts().0);
     let view = RequestView {
         method: b"GET",
         target: b"/",

@@ -7,7 +7,6 @@ use diy_mesh_proxy::http::view::RequestView;
 use diy_mesh_proxy::limits::deadline::{Deadline, parse_grpc_timeout};
 use diy_mesh_proxy::route::cors;
 use diy_mesh_proxy::route::session::{Session, is_token, tag};
-use http::request::Parts;
 use http::{HeaderValue, Request, Version};
 
 const NOW: u64 = 1_795_341_600;
@@ -33,12 +32,12 @@ fn grpc_timeout(bytes: &[u8]) {
     }
 }
 
-fn head(name: &'static str, value: &HeaderValue) -> Parts {
+fn head(name: &'static str, value: &HeaderValue) -> diy_mesh_http2::Request {
     let request = Request::get("/").header(name, value).body(());
-    request.expect("a request").into_parts().0
+    diy_mesh_http2::Request::from(&request.expect("a request").into_parts().0)
 }
 
-fn view(head: &Parts) -> RequestView<'_> {
+fn view(head: &diy_mesh_http2::Request) -> RequestView<'_> {
     RequestView {
         method: b"GET",
         target: b"/",

@@ -15,7 +15,7 @@ use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::authorization::Denial;
 use diy_mesh_proto::field::{EXCHANGE, OF_REQUESTS, PREVIOUS_ATTEMPTS};
 use diy_mesh_runtime::admission::network;
-use http::{HeaderMap, HeaderName, HeaderValue};
+use http::{HeaderName, HeaderValue};
 
 use crate::context::worker::Worker;
 use crate::egress::Outside;
@@ -104,17 +104,17 @@ impl Announced {
     /// Adds the fields to a head in HTTP/2. The identifier is no use to the compression of others, but
     /// its name is: `is_first` on a connection, the field goes into the table of HPACK (RFC 7541,
     /// section 2.3.2), and those after it do not spell its name.
-    pub fn add_to(self, headers: &mut HeaderMap, is_first: bool) {
+    pub fn add_to(self, fields: &mut diy_mesh_http2::Fields, is_first: bool) {
         let id = self
             .exchange
             .map(|id| HeaderValue::from_bytes(&id.digits()));
         if let Some(Ok(mut id)) = id {
             id.set_sensitive(!is_first);
-            headers.insert(X_MESH_EXCHANGE, id);
+            fields.push(&X_MESH_EXCHANGE, &id);
         }
         if self.attempts > 0 {
             let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
-            headers.insert(name, self.attempts.into());
+            fields.push(&name, &self.attempts.into());
         }
     }
 }
@@ -471,9 +471,9 @@ mod tests {
             exchange: Some(ExchangeId::new([10, 0, 0, 7].into(), 7)),
         };
         let fields = |is_first| {
-            let mut headers = HeaderMap::new();
+            let mut headers = diy_mesh_http2::Fields::default();
             announced.add_to(&mut headers, is_first);
-            headers
+            http::HeaderMap::from(&headers)
         };
         let (first, later) = (fields(true), fields(false));
         assert_eq!(first, later);

@@ -1,9 +1,10 @@
 //! Changes that the proxy makes to a head on its way: an overlay, which both versions of HTTP apply
 //! when they write the head. In HTTP/1 the other fields keep their case and order.
 
+use diy_mesh_http2::Fields;
 use diy_mesh_proto::field::{CALLED_BY, OF_REQUESTS, OF_RESPONSES, is_same_name};
 use http::header::HOST;
-use http::{HeaderMap, HeaderName, HeaderValue};
+use http::{HeaderName, HeaderValue};
 
 use super::credentials::PolicyField;
 use super::fields::FieldEdit;
@@ -139,15 +140,10 @@ impl<'a> Edits<'a> {
     }
 
     /// Changes the fields of a head of HTTP/2.
-    pub fn apply(&self, headers: &mut HeaderMap) {
-        let names = headers.keys();
-        let names = names.filter(|name| self.removes(name.as_str().as_bytes()));
-        let removed: Vec<HeaderName> = names.cloned().collect();
-        removed.iter().for_each(|name| drop(headers.remove(name)));
-        if let Some(host) = self.host.and_then(|host| HeaderValue::from_str(host).ok())
-            && let Some(named) = headers.get_mut(HOST)
-        {
-            *named = host;
+    pub fn apply(&self, fields: &mut Fields) {
+        fields.retain(|name| !self.removes(name));
+        if let Some(host) = self.host.and_then(|host| HeaderValue::from_str(host).ok()) {
+            fields.replace(HOST.as_str(), &host);
         }
         for MeshField(name, value) in self.own() {
             let Some(value) = value else { continue };
@@ -158,13 +154,13 @@ impl<'a> Edits<'a> {
                 HeaderName::from_bytes(name.as_bytes())
             };
             if let Ok(name) = name {
-                headers.append(name, value.clone());
+                fields.push(&name, value);
             }
         }
         for (name, value) in self.route().filter_map(FieldEdit::appended) {
             let name = HeaderName::from_bytes(name.as_bytes());
             if let (Ok(name), Ok(value)) = (name, HeaderValue::from_str(value)) {
-                headers.append(name, value);
+                fields.push(&name, &value);
             }
         }
     }
@@ -213,17 +209,20 @@ mod tests {
 
     #[test]
     fn edits_apply_to_a_header_map() {
-        let mut headers = HeaderMap::new();
+        let mut headers = Fields::default();
         for (name, value) in [("x_called.by", "forged"), ("x-via", "one"), ("x-b", "2")] {
-            headers.append(name, HeaderValue::from_static(value));
+            headers.push(
+                &HeaderName::from_static(name),
+                &HeaderValue::from_static(value),
+            );
         }
         let caller = HeaderValue::from_static("me");
         let own = [MeshField("X-Called-By", Some(&caller))];
         edits(&own, &route()).apply(&mut headers);
-        let values = |name: &str| -> Vec<_> { headers.get_all(name).iter().collect() };
-        assert_eq!(values("x-via"), ["one", "mesh"]);
-        assert_eq!(values("x-called-by"), ["me"]);
-        assert_eq!(values("x-b"), ["2"]);
+        let values = |name: &str| -> Vec<_> { headers.get_all(name).collect() };
+        assert_eq!(values("x-via"), [&b"one"[..], b"mesh"]);
+        assert_eq!(values("x-called-by"), [b"me"]);
+        assert_eq!(values("x-b"), [b"2"]);
         assert_eq!(headers.len(), 4);
     }
 

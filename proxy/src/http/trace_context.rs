@@ -180,10 +180,11 @@ mod tests {
     const SPAN: &str = "b7ad6b7169203331";
 
     fn of(fields: &[(&str, &str)]) -> Option<(String, Option<bool>)> {
-        let mut head = http::Request::new(()).into_parts().0;
+        let head = http::Request::new(()).into_parts().0;
+        let mut head = diy_mesh_http2::Request::from(&head);
         for (name, value) in fields {
             let name: HeaderName = name.parse().unwrap();
-            head.headers.append(name, value.parse().unwrap());
+            head.fields.push(&name, &value.parse().unwrap());
         }
         let request = RequestView {
             head: &head,

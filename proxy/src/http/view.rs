@@ -3,10 +3,9 @@
 #[cfg(test)]
 pub(crate) mod testing;
 
+use diy_mesh_http2::Request;
 use diy_mesh_proto::authorization;
 use diy_mesh_proto::field::is_of_mesh;
-use http::header::HOST;
-use http::request::Parts;
 use http::{HeaderMap, HeaderName, Version};
 
 /// The fields of a head, or of trailers, in either version of HTTP.
@@ -53,22 +52,30 @@ impl Fields for HeaderMap {
     }
 }
 
-impl Fields for Parts {
+impl Fields for diy_mesh_http2::Fields {
     fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
-        self.headers.visit(each);
+        self.iter().for_each(|(name, value)| each(name, value));
     }
 
     fn field(&self, name: &str) -> Option<&[u8]> {
-        self.headers.field(name)
+        let is_named = |(field, _): &(&[u8], _)| field.eq_ignore_ascii_case(name.as_bytes());
+        self.iter().find(is_named).map(|(_, value)| value)
     }
 }
 
-impl Head for Parts {
+impl Fields for Request {
+    fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
+        self.fields.visit(each);
+    }
+
+    fn field(&self, name: &str) -> Option<&[u8]> {
+        self.fields.field(name)
+    }
+}
+
+impl Head for Request {
     fn authority(&self) -> Option<&[u8]> {
-        match self.uri.authority() {
-            Some(authority) => Some(authority.as_str().as_bytes()),
-            None => self.headers.get(HOST).map(|host| host.as_bytes()),
-        }
+        Request::authority(self).or_else(|| self.fields.get("host"))
     }
 }
 
@@ -239,7 +246,7 @@ mod tests {
                 .header("x-a", "1")
                 .header("x-a", "2");
             let request = builder.header("host", "named").body(());
-            request.expect("a request").into_parts().0
+            Request::from(&request.expect("a request").into_parts().0)
         };
         let (origin, absolute) = (head("/"), head("http://target:1/"));
         let view = RequestView {
@@ -280,7 +287,7 @@ mod tests {
         let head = http::Request::get("/")
             .header("cookie", "sid=1; user=a=b;last=")
             .header("Cookie", "other=\"x\"; sid=2");
-        let head = head.body(()).expect("a request").into_parts().0;
+        let head = Request::from(&head.body(()).expect("a request").into_parts().0);
         let view = RequestView {
             head: &head,
             ..request("GET", "/")

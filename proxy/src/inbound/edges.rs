@@ -627,7 +627,7 @@ mod tests {
         let edges = Arc::new(Edges::default());
         let seen = SeenEdges::new(edges.clone());
         let head = http::Request::post("/").header("content-type", "application/grpc+proto");
-        let head = head.body(()).expect("a request").into_parts().0;
+        let head = diy_mesh_http2::Request::from(&head.body(()).expect("a request").into_parts().0);
         for (path, status) in [("/echo.Echo/Say", "0"), ("/echo.Echo/Else", "12")] {
             let request = RequestView {
                 head: &head,

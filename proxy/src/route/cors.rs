@@ -144,7 +144,7 @@ mod tests {
             .fold(Request::get("/"), |head, (name, value)| {
                 head.header(*name, *value)
             });
-        let head = head.body(()).unwrap().into_parts().0;
+        let head = diy_mesh_http2::Request::from(&head.body(()).unwrap().into_parts().0);
         let request = RequestView {
             head: &head,
             ..crate::http::view::testing::request(method, "/")

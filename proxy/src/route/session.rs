@@ -166,7 +166,7 @@ mod tests {
     /// The session of a request with this cookie.
     fn session(persistence: &SessionPersistence, value: &str, now: u64) -> Session {
         let head = http::Request::get("/").header("cookie", format!("sid={value}"));
-        let head = head.body(()).expect("a request").into_parts().0;
+        let head = diy_mesh_http2::Request::from(&head.body(()).expect("a request").into_parts().0);
         let view = RequestView {
             head: &head,
             ..request("GET", "/")

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
 use http::Request;
-use http::request::Parts;
 
 use diy_mesh_proto::pattern::Pattern;
 
@@ -47,12 +46,12 @@ fn select(matches: &[Match], request: &RequestView<'_>) -> Option<usize> {
     Index::new(matches).select(matches, &input).unwrap()
 }
 
-fn head(fields: &[(&str, &str)]) -> Parts {
+fn head(fields: &[(&str, &str)]) -> diy_mesh_http2::Request {
     let builder = Request::get("/");
     let builder = fields.iter().fold(builder, |builder, (name, value)| {
         builder.header(*name, *value)
     });
-    builder.body(()).unwrap().into_parts().0
+    diy_mesh_http2::Request::from(&builder.body(()).unwrap().into_parts().0)
 }
 
 #[test]

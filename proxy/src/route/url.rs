@@ -160,6 +160,7 @@ mod tests {
                 .unwrap()
                 .into_parts()
                 .0;
+            let named = diy_mesh_http2::Request::from(&named);
             view.head = &named;
             let rewritten = super::target(&rewrite, &view, &prefix(matched)).unwrap();
             assert_eq!(
@@ -265,6 +266,7 @@ mod tests {
                 .unwrap()
                 .into_parts()
                 .0;
+            let head = diy_mesh_http2::Request::from(&head);
             let view = RequestView {
                 head: &head,
                 ..request("GET", "/a?q")

@@ -5,7 +5,7 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::request::Parts;
+use diy_mesh_http2::Request;
 
 use crate::context::flow::Flow;
 use crate::error::Failure;
@@ -28,7 +28,7 @@ pub enum CallHead {
         chunked: bool,
     },
     /// In HTTP/2.
-    Http2(Box<Parts>),
+    Http2(Box<Request>),
 }
 
 /// A request, and what is done with its response.
@@ -48,7 +48,7 @@ impl CallHead {
     pub fn size(&self) -> usize {
         match self {
             Self::Http1 { head, .. } => head.len(),
-            Self::Http2(parts) => http2::head::size(parts),
+            Self::Http2(head) => http2::head::size(head),
         }
     }
 }
@@ -99,7 +99,7 @@ impl Call {
                 let message = http1::call::message(head, &self.body, *chunked);
                 http1::call::attempt(self, &message, method, attempt, flow).await
             }
-            CallHead::Http2(parts) => http2::call::attempt(self, parts, attempt, flow).await,
+            CallHead::Http2(head) => http2::call::attempt(self, head, attempt, flow).await,
         }
     }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::SystemTime;
 
+use diy_mesh_http2::Request;
 use diy_mesh_model::exchange::Direction;
 use tokio::time::timeout;
 
@@ -129,7 +130,7 @@ async fn send(
         }
         Question::Grpc(request) => {
             let (parts, body) = request.into_parts();
-            (CallHead::Http2(Box::new(parts)), body)
+            (CallHead::Http2(Box::new(Request::from(&parts))), body)
         }
     };
     let mut memory = flow.charge();

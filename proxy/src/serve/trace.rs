@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use diy_mesh_http2::Request;
 use diy_mesh_model::exchange::Direction;
 use diy_mesh_proto::otlp::{
     ExportTraceServiceRequest, InstrumentationScope, KeyValue, Resource, ResourceSpans, ScopeSpans,
@@ -96,7 +97,7 @@ async fn send(worker: &Rc<Worker>, spans: Vec<Span>, timeout: Duration) -> Resul
     let needed = 2 * body.len() + MAX_FILL + MAX_ANSWER;
     memory.begin(needed).map_err(|error| error.to_string())?;
     let call = Call {
-        head: CallHead::Http2(Box::new(parts)),
+        head: CallHead::Http2(Box::new(Request::from(&parts))),
         body,
         is_repeatable: true,
         max_answer: Some(MAX_ANSWER),

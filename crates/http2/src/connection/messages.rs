@@ -5,7 +5,7 @@ use http::StatusCode;
 
 use super::{Block, Connection, Drain, MAX_ID, Role};
 use crate::frame::{self, HEADER_LENGTH, Header, MAX_PAYLOAD, PREFACE, flag, kind};
-use crate::message::{self, Protocol, Section};
+use crate::message::{self, Section};
 use crate::stream::{Key, Receiving, Sending, Stream};
 use crate::{ErrorCode, Violation};
 
@@ -213,9 +213,7 @@ impl Connection {
         block: &[u8],
     ) -> Result<(), Violation> {
         let (mut section, max) = (Section::default(), self.config.max_fields as usize);
-        let decoded = self
-            .decoder
-            .decode(block, |field, size| section.push(field, size, max));
+        let decoded = self.decoder.decode(block, |field| section.push(field, max));
         if decoded.is_err() {
             let what = "a field block cannot be decoded";
             return Err(Violation::new(ErrorCode::COMPRESSION_ERROR, what));
@@ -265,11 +263,11 @@ impl Connection {
             return Ok(());
         }
         let request = section.request().and_then(|request| {
-            let length = message::content_length(&request.message.headers)?;
+            let length = message::content_length(&request.message.fields)?;
             if end_stream && length.is_some_and(|length| length > 0) {
                 return Err("a body shorter than Content-Length");
             }
-            let is_extended = request.message.extensions.get::<Protocol>().is_some();
+            let is_extended = request.message.protocol().is_some();
             if is_extended && !self.config.enable_connect_protocol {
                 return Err(":protocol without SETTINGS_ENABLE_CONNECT_PROTOCOL");
             }
@@ -324,7 +322,7 @@ impl Connection {
         if stream.is_head || matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED) {
             stream.length_left = Some(0);
         } else if !(stream.is_connect && status.is_success()) {
-            match message::content_length(&response.message.headers) {
+            match message::content_length(&response.message.fields) {
                 Ok(length) => stream.length_left = length,
                 Err(what) => return self.reset_for(key, Violation::protocol(what)),
             }

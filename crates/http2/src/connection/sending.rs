@@ -1,18 +1,18 @@
 //! The output of streams: heads at once, bodies as far as windows and the output allow, in turns.
 
 use bytes::{Buf, Bytes};
-use http::{HeaderMap, Method, request, response};
+use http::Method;
 
 use super::{Connection, MAX_CLOSED};
-use crate::Error;
 use crate::frame::{self, HEADER_LENGTH, Header, MAX_PAYLOAD, flag, kind};
 use crate::hpack::Encoder;
 use crate::message;
 use crate::stream::{Finish, Key, Receiving, Sending, Stream};
+use crate::{Error, Fields, Request, Response};
 
 impl Connection {
     /// Opens a stream with a request.
-    pub(crate) fn open(&mut self, head: &request::Parts, end_stream: bool) -> Result<Key, Error> {
+    pub(crate) fn open(&mut self, head: &Request, end_stream: bool) -> Result<Key, Error> {
         if !self.accepts_streams() {
             return Err(self.end.clone().unwrap_or(Error::Closed));
         }
@@ -73,7 +73,7 @@ impl Connection {
     pub(crate) fn respond(
         &mut self,
         key: Key,
-        head: &response::Parts,
+        head: &Response,
         end_stream: bool,
     ) -> Result<(), Error> {
         let stream = self.check_sending(key, Sending::Head)?;
@@ -106,7 +106,7 @@ impl Connection {
     }
 
     /// Sends trailers after the bytes that wait.
-    pub(crate) fn send_trailers(&mut self, key: Key, trailers: HeaderMap) -> Result<(), Error> {
+    pub(crate) fn send_trailers(&mut self, key: Key, trailers: Fields) -> Result<(), Error> {
         let stream = self.check_sending(key, Sending::Body)?;
         stream.finish = Finish::Trailers(trailers);
         self.advance(key);

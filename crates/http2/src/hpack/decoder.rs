@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::LazyLock;
 
 use super::table::{STATIC_TABLE, Table};
-use super::{DEFAULT_TABLE_SIZE, FIELD_OVERHEAD, Field, Name, huffman};
+use super::{DEFAULT_TABLE_SIZE, Field, Kind, huffman};
 
 /// The largest accepted integer.
 const MAX_INTEGER: u64 = 1 << 28;
@@ -16,23 +16,21 @@ const MAX_SCRATCH: usize = 4096;
 
 const TRUNCATED: DecodeError = DecodeError("field block ends within a field");
 
-/// The static table, parsed: the entries and their sizes.
+/// The static table, checked.
 static STATIC_ENTRIES: LazyLock<Vec<(Entry, usize)>> = LazyLock::new(|| {
-    let parse = |&(name, value): &(&str, &str)| {
-        let name = Name::parse(name.as_bytes());
-        let field = name.field(value.as_bytes(), false);
-        let size = name.length + value.len() + FIELD_OVERHEAD;
-        (Entry { name, field }, size)
+    let check = |&(name, value): &(&str, &str)| {
+        let kind = Kind::of(name.as_bytes());
+        Entry::new(kind, name.as_bytes(), value.as_bytes())
     };
-    STATIC_TABLE.iter().map(parse).collect()
+    STATIC_TABLE.iter().map(check).collect()
 });
 
 /// The decoder of the field blocks of one connection.
 pub struct Decoder {
     table: Table<Entry>,
     max_table_size: usize,
-    /// The text of the last Huffman-coded string, and unused bytes.
-    scratch: Vec<u8>,
+    /// The texts of the last Huffman-coded name and value, and unused bytes.
+    scratch: [Vec<u8>; 2],
 }
 
 /// An invalid field block. The connection ends with a COMPRESSION_ERROR.
@@ -41,8 +39,40 @@ pub struct DecodeError(pub(super) &'static str);
 
 /// An entry of a table. A later field can refer to the name.
 struct Entry {
-    name: Name,
-    field: Field,
+    /// The name and the value.
+    text: Box<[u8]>,
+    name_length: usize,
+    name: Kind,
+    kind: Kind,
+}
+
+impl Entry {
+    /// An entry, and its size.
+    fn new(name_kind: Kind, name: &[u8], value: &[u8]) -> (Self, usize) {
+        let entry = Self {
+            text: [name, value].concat().into(),
+            name_length: name.len(),
+            name: name_kind,
+            kind: name_kind.with(value),
+        };
+        let size = entry.field().size();
+        (entry, size)
+    }
+
+    fn name(&self) -> &[u8] {
+        &self.text[..self.name_length]
+    }
+
+    #[inline]
+    fn field(&self) -> Field<'_> {
+        let (name, value) = self.text.split_at(self.name_length);
+        Field {
+            name,
+            value,
+            kind: self.kind,
+            is_sensitive: false,
+        }
+    }
 }
 
 impl Decoder {
@@ -51,17 +81,16 @@ impl Decoder {
         Self {
             table: Table::new(max_table_size.min(DEFAULT_TABLE_SIZE)),
             max_table_size,
-            scratch: Vec::new(),
+            scratch: Default::default(),
         }
     }
 
-    /// Decodes a complete field block. Calls `each` with every field and its size (RFC 9113,
-    /// section 6.5.2), in order, until `each` returns false. Later fields only change the dynamic
-    /// table. After an error, the decoder is unusable.
+    /// Decodes a complete field block. Calls `each` with every field, in order, until `each` returns
+    /// false. Later fields only change the dynamic table. After an error, the decoder is unusable.
     pub fn decode(
         &mut self,
         block: &[u8],
-        mut each: impl FnMut(&Field, usize) -> bool,
+        mut each: impl FnMut(&Field<'_>) -> bool,
     ) -> Result<(), DecodeError> {
         let mut input = Input(block);
         self.update_size(&mut input)?;
@@ -69,25 +98,35 @@ impl Decoder {
         while let Some(first) = input.0.first() {
             match first {
                 0x80.. => {
-                    let (entry, size) = self.entry(input.integer(7)?)?;
-                    is_wanted = is_wanted && each(&entry.field, *size);
+                    let entry = entry(&self.table, input.integer(7)?)?;
+                    is_wanted = is_wanted && each(&entry.field());
                 }
                 0x40.. => {
-                    let (entry, size) = self.literal(&mut input, 6, false)?;
-                    is_wanted = is_wanted && each(&entry.field, size);
+                    let Literal { name, value, kind } =
+                        Literal::read(&self.table, &mut input, 6, &mut self.scratch)?;
+                    let (entry, size) = Entry::new(kind, name, value);
+                    is_wanted = is_wanted && each(&entry.field());
                     self.table.insert(entry, size);
                 }
                 0x20.. => return Err(DecodeError("size update after a field, or a third one")),
                 _ if is_wanted => {
                     let is_sensitive = *first >= 0x10;
-                    let (entry, size) = self.literal(&mut input, 4, is_sensitive)?;
-                    is_wanted = each(&entry.field, size);
+                    let Literal { name, value, kind } =
+                        Literal::read(&self.table, &mut input, 4, &mut self.scratch)?;
+                    is_wanted = each(&Field {
+                        name,
+                        value,
+                        kind: kind.with(value),
+                        is_sensitive,
+                    });
                 }
                 _ => self.skip_literal(&mut input)?,
             }
         }
-        self.scratch.truncate(MAX_SCRATCH);
-        self.scratch.shrink_to(MAX_SCRATCH);
+        for scratch in &mut self.scratch {
+            scratch.truncate(MAX_SCRATCH);
+            scratch.shrink_to(MAX_SCRATCH);
+        }
         Ok(())
     }
 
@@ -105,41 +144,55 @@ impl Decoder {
         Ok(())
     }
 
-    /// Decodes a literal field with `index_bits` bits of the name index in its first byte. The
-    /// result has the size of the field.
-    fn literal(
-        &mut self,
-        input: &mut Input<'_>,
-        index_bits: u32,
-        is_sensitive: bool,
-    ) -> Result<(Entry, usize), DecodeError> {
-        let name = match input.integer(index_bits)? {
-            0 => Name::parse(input.text(&mut self.scratch)?),
-            index => self.entry(index)?.0.name.clone(),
-        };
-        let value = input.text(&mut self.scratch)?;
-        let field = name.field(value, is_sensitive);
-        let size = name.length + value.len() + FIELD_OVERHEAD;
-        Ok((Entry { name, field }, size))
-    }
-
     /// Skips a literal field that is not inserted into the table.
     fn skip_literal(&self, input: &mut Input<'_>) -> Result<(), DecodeError> {
         match input.integer(4)? {
             0 => drop(input.string()?),
-            index => drop(self.entry(index)?),
+            index => drop(entry(&self.table, index)?),
         }
         input.string().map(drop)
     }
+}
 
-    /// The entry with an index of the static and the dynamic table, and its size.
-    #[inline]
-    fn entry(&self, index: usize) -> Result<&(Entry, usize), DecodeError> {
-        let entry = match index.checked_sub(1 + STATIC_TABLE.len()) {
-            Some(position) => self.table.get(position),
-            None => STATIC_ENTRIES.get(index.wrapping_sub(1)),
+/// The entry with an index of the static and the dynamic table.
+#[inline]
+fn entry(table: &Table<Entry>, index: usize) -> Result<&Entry, DecodeError> {
+    let found = match index.checked_sub(1 + STATIC_TABLE.len()) {
+        Some(position) => table.get(position),
+        None => STATIC_ENTRIES.get(index.wrapping_sub(1)),
+    };
+    let (entry, _) = found.ok_or(DecodeError("index outside of the tables"))?;
+    Ok(entry)
+}
+
+/// A field whose value stands in the block.
+struct Literal<'a> {
+    name: &'a [u8],
+    value: &'a [u8],
+    /// The kind of the name.
+    kind: Kind,
+}
+
+impl<'a> Literal<'a> {
+    /// Reads a field with `index_bits` bits of the name's index in its first byte.
+    fn read<'block: 'a>(
+        table: &'a Table<Entry>,
+        input: &mut Input<'block>,
+        index_bits: u32,
+        [name_scratch, value_scratch]: &'a mut [Vec<u8>; 2],
+    ) -> Result<Self, DecodeError> {
+        let (name, kind) = match input.integer(index_bits)? {
+            0 => {
+                let name = input.text(name_scratch)?;
+                (name, Kind::of(name))
+            }
+            index => {
+                let entry = entry(table, index)?;
+                (entry.name(), entry.name)
+            }
         };
-        entry.ok_or(DecodeError("index outside of the tables"))
+        let value = input.text(value_scratch)?;
+        Ok(Self { name, value, kind })
     }
 }
 

@@ -4,24 +4,21 @@
 use std::mem;
 use std::ops::Range;
 
-use http::uri::Scheme;
-use http::{HeaderName, HeaderValue, Method, StatusCode};
-
 use super::table::{STATIC_TABLE, Table};
 use super::{DEFAULT_TABLE_SIZE, FIELD_OVERHEAD};
 
 /// Names whose values rarely repeat: in the dynamic table, their fields would only evict others.
-const RARELY_REPEATED: [&str; 10] = [
-    "age",
-    "content-length",
-    "date",
-    "etag",
-    "if-modified-since",
-    "if-none-match",
-    "location",
-    "set-cookie",
-    "traceparent",
-    "x-request-id",
+const RARELY_REPEATED: [&[u8]; 10] = [
+    b"age",
+    b"content-length",
+    b"date",
+    b"etag",
+    b"if-modified-since",
+    b"if-none-match",
+    b"location",
+    b"set-cookie",
+    b"traceparent",
+    b"x-request-id",
 ];
 /// The number of remembered fields that are not in the table.
 const MAX_SEEN: usize = 64;
@@ -61,7 +58,7 @@ struct Entry {
 /// A field as text.
 #[derive(Clone, Copy)]
 struct Text<'a> {
-    name: &'a str,
+    name: &'a [u8],
     value: &'a [u8],
 }
 
@@ -97,56 +94,39 @@ impl Encoder {
         self.hashes.truncate(self.table.len());
     }
 
-    /// Writes the pseudo-field `:method`.
-    pub fn method(&mut self, method: &Method, block: &mut Vec<u8>) {
-        self.pseudo(":method", 2..4, method.as_str().as_bytes(), block);
-    }
-
-    /// Writes the pseudo-field `:scheme`.
-    pub fn scheme(&mut self, scheme: &Scheme, block: &mut Vec<u8>) {
-        self.pseudo(":scheme", 6..8, scheme.as_str().as_bytes(), block);
-    }
-
-    /// Writes the pseudo-field `:authority`.
-    pub fn authority(&mut self, authority: &str, block: &mut Vec<u8>) {
-        self.pseudo(":authority", 1..2, authority.as_bytes(), block);
-    }
-
-    /// Writes the pseudo-field `:path`. Its value rarely repeats: it is not inserted.
-    pub fn path(&mut self, path: &str, block: &mut Vec<u8>) {
-        let (name, value) = (":path", path.as_bytes());
-        match static_match(4..6, value) {
-            Some(index) => integer(INDEXED, index, block),
-            None => literal(NOT_INDEXED, 4, Text { name, value }, block),
-        }
-    }
-
-    /// Writes the pseudo-field `:protocol` (RFC 8441).
-    pub fn protocol(&mut self, protocol: &[u8], block: &mut Vec<u8>) {
-        self.pseudo(":protocol", 0..0, protocol, block);
-    }
-
-    /// Writes the pseudo-field `:status`.
-    pub fn status(&mut self, status: StatusCode, block: &mut Vec<u8>) {
-        self.pseudo(":status", 8..15, status.as_str().as_bytes(), block);
-    }
-
-    /// Writes a header or trailer field. A sensitive value is never indexed.
-    pub fn header(&mut self, name: &HeaderName, value: &HeaderValue, block: &mut Vec<u8>) {
-        let (name, is_sensitive, value) = (name.as_str(), value.is_sensitive(), value.as_bytes());
+    /// Writes a field with a valid name and value. A sensitive value is never indexed.
+    #[inline]
+    pub fn field(&mut self, name: &[u8], value: &[u8], is_sensitive: bool, block: &mut Vec<u8>) {
         let field = Text { name, value };
-        if is_sensitive {
-            return literal(NEVER_INDEXED, static_indexes(name).start, field, block);
+        match name {
+            b":method" => self.pseudo(2..4, field, block),
+            b":scheme" => self.pseudo(6..8, field, block),
+            b":authority" => self.pseudo(1..2, field, block),
+            b":protocol" => self.pseudo(0..0, field, block),
+            b":status" => self.pseudo(8..15, field, block),
+            // Its value rarely repeats: it is not inserted.
+            b":path" => match static_match(4..6, value) {
+                Some(index) => integer(INDEXED, index, block),
+                None => literal(NOT_INDEXED, 4, field, block),
+            },
+            _ if is_sensitive => {
+                literal(NEVER_INDEXED, static_indexes(name).start, field, block);
+            }
+            _ => self.header(field, block),
         }
+    }
+
+    /// Writes a header or trailer field.
+    fn header(&mut self, field: Text<'_>, block: &mut Vec<u8>) {
         // Most fields repeat: the dynamic table comes first.
         let hash = field.hash();
         if let Some(index) = self.dynamic_match(hash, field) {
             return integer(INDEXED, index, block);
         }
-        let indexes = static_indexes(name);
-        if let Some(index) = static_match(indexes.clone(), value) {
+        let indexes = static_indexes(field.name);
+        if let Some(index) = static_match(indexes.clone(), field.value) {
             integer(INDEXED, index, block);
-        } else if RARELY_REPEATED.contains(&name) {
+        } else if RARELY_REPEATED.contains(&field.name) {
             literal(NOT_INDEXED, indexes.start, field, block);
         } else {
             self.new_field(hash, indexes.start, field, block);
@@ -154,9 +134,9 @@ impl Encoder {
     }
 
     /// Writes a pseudo-field. `indexes` are the entries with its name in the static table, or 0..0.
-    fn pseudo(&mut self, name: &str, indexes: Range<usize>, value: &[u8], block: &mut Vec<u8>) {
-        let (name_index, field) = (indexes.start, Text { name, value });
-        if let Some(index) = static_match(indexes, value) {
+    fn pseudo(&mut self, indexes: Range<usize>, field: Text<'_>, block: &mut Vec<u8>) {
+        let name_index = indexes.start;
+        if let Some(index) = static_match(indexes, field.value) {
             return integer(INDEXED, index, block);
         }
         let hash = field.hash();
@@ -168,7 +148,7 @@ impl Encoder {
 
     /// The index of a field in the dynamic table. The hash only selects the entries to compare.
     fn dynamic_match(&self, hash: u32, field: Text<'_>) -> Option<usize> {
-        let text = (field.name.as_bytes(), field.value);
+        let text = (field.name, field.value);
         let is_equal = |(entry, _): &(Entry, usize)| entry.text.split_at(entry.name_length) == text;
         for (position, known) in self.hashes.iter().enumerate() {
             if *known == hash && self.table.get(position).is_some_and(is_equal) {
@@ -187,7 +167,7 @@ impl Encoder {
         }
         literal(INSERTED, name_index, field, block);
         let entry = Entry {
-            text: [field.name.as_bytes(), field.value].concat().into(),
+            text: [field.name, field.value].concat().into(),
             name_length: field.name.len(),
         };
         self.table.insert(entry, size);
@@ -214,7 +194,7 @@ impl Default for Encoder {
 
 impl Text<'_> {
     fn hash(self) -> u32 {
-        hash(hash(0, self.name.as_bytes()), self.value) as u32
+        hash(hash(0, self.name), self.value) as u32
     }
 }
 
@@ -222,7 +202,7 @@ impl Text<'_> {
 fn literal(form: Representation, name_index: usize, field: Text<'_>, block: &mut Vec<u8>) {
     integer(form, name_index, block);
     if name_index == 0 {
-        string(field.name.as_bytes(), block);
+        string(field.name, block);
     }
     string(field.value, block);
 }
@@ -253,10 +233,10 @@ fn static_match(mut indexes: Range<usize>, value: &[u8]) -> Option<usize> {
 }
 
 /// The indexes of the entries with a header name in the static table, or 0..0.
-fn static_indexes(name: &str) -> Range<usize> {
-    let mut slot = hash(0, name.as_bytes()) as usize % SLOTS;
+fn static_indexes(name: &[u8]) -> Range<usize> {
+    let mut slot = hash(0, name) as usize % SLOTS;
     while let index @ 1.. = usize::from(STATIC_NAMES[slot]) {
-        if STATIC_TABLE[index - 1].0 == name {
+        if STATIC_TABLE[index - 1].0.as_bytes() == name {
             return index..index + 1;
         }
         slot = (slot + 1) % SLOTS;

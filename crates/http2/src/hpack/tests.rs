@@ -5,6 +5,9 @@ mod encoder;
 mod examples;
 mod properties;
 
+use http::uri::PathAndQuery;
+use http::{HeaderName, HeaderValue};
+
 use super::*;
 
 #[test]
@@ -229,7 +232,7 @@ fn unwanted_fields_are_skipped() {
     ];
     // The name and value of the third field are not checked. The value of the last one is missing.
     let mut count = 0;
-    let stop = |_: &Field, _| {
+    let stop = |_: &Field<'_>| {
         count += 1;
         count < 2
     };
@@ -240,7 +243,7 @@ fn unwanted_fields_are_skipped() {
         ("820f2f00", "index outside of the tables"),
         ("824084ffffffff00", "EOS in a Huffman-coded string"),
     ] {
-        let result = Decoder::new(4096).decode(&hex(block), |_, _| false);
+        let result = Decoder::new(4096).decode(&hex(block), |_| false);
         assert_eq!(result, Err(DecodeError(error)));
     }
 }
@@ -253,7 +256,7 @@ fn assert_fails(block: &str, error: &'static str) {
 /// The fields of a block.
 fn decode(decoder: &mut Decoder, block: &[u8]) -> Result<String, DecodeError> {
     let mut fields = Vec::new();
-    let each = |field: &Field, _| {
+    let each = |field: &Field<'_>| {
         fields.push(text(field));
         true
     };
@@ -264,19 +267,20 @@ fn decode(decoder: &mut Decoder, block: &[u8]) -> Result<String, DecodeError> {
 /// The fields of the dynamic table and their sizes.
 fn table(decoder: &mut Decoder) -> String {
     let entries = entries(decoder).into_iter();
-    let texts = entries.map(|(field, size)| format!("{} ({size})", text(&field)));
+    let texts = entries.map(|(field, size)| format!("{field} ({size})"));
     texts.collect::<Vec<_>>().join(" | ")
 }
 
-fn entries(decoder: &mut Decoder) -> Vec<(Field, usize)> {
+/// The fields of the dynamic table as texts, and their sizes.
+fn entries(decoder: &mut Decoder) -> Vec<(String, usize)> {
     let mut entries = Vec::new();
     for position in 0..190 {
         let index = match position {
             0..65 => &[0xbe + position][..],
             _ => &[0xff, position - 65],
         };
-        let each = |field: &Field, size| {
-            entries.push((field.clone(), size));
+        let each = |field: &Field<'_>| {
+            entries.push((text(field), field.size()));
             true
         };
         if decoder.decode(index, each).is_err() {
@@ -290,26 +294,18 @@ fn count(fields: &str) -> usize {
     fields.split(" | ").count()
 }
 
-fn text(field: &Field) -> String {
-    match field {
-        Field::Method(method) => format!(":method: {method}"),
-        Field::Scheme(scheme) => format!(":scheme: {scheme}"),
-        Field::Authority(authority) => format!(":authority: {authority}"),
-        Field::Path(path) => format!(":path: {path}"),
-        Field::Protocol(protocol) => format!(":protocol: {}", protocol.to_str().unwrap()),
-        Field::Status(status) => format!(":status: {}", status.as_str()),
-        Field::Header(name, value) => {
-            let mark = if value.is_sensitive() {
-                " [sensitive]"
-            } else {
-                ""
-            };
-            format!(
-                "{name}: {}{mark}",
-                String::from_utf8_lossy(value.as_bytes())
-            )
+fn text(field: &Field<'_>) -> String {
+    let mark = if field.is_sensitive {
+        " [sensitive]"
+    } else {
+        ""
+    };
+    match field.kind {
+        Kind::Malformed(reason) => format!("malformed: {reason}"),
+        _ => {
+            let [name, value] = [field.name, field.value].map(String::from_utf8_lossy);
+            format!("{name}: {value}{mark}")
         }
-        Field::Malformed(reason) => format!("malformed: {reason}"),
     }
 }
 
@@ -325,20 +321,64 @@ fn literal(first: u8, name: &[u8], value: &[u8]) -> Vec<u8> {
     [&[first], &length(name)[..], name, &length(value), value].concat()
 }
 
-fn encode(encoder: &mut Encoder, fields: &[Field], block: &mut Vec<u8>) {
+/// A field to encode.
+#[derive(Clone)]
+struct Plain {
+    name: String,
+    value: String,
+    is_sensitive: bool,
+}
+
+fn plain(name: &str, value: impl Into<String>) -> Plain {
+    Plain {
+        name: name.to_owned(),
+        value: value.into(),
+        is_sensitive: false,
+    }
+}
+
+impl Plain {
+    fn text(&self) -> String {
+        text(&Field {
+            name: self.name.as_bytes(),
+            value: self.value.as_bytes(),
+            kind: Kind::Header,
+            is_sensitive: self.is_sensitive,
+        })
+    }
+}
+
+fn encode(encoder: &mut Encoder, fields: &[Plain], block: &mut Vec<u8>) {
     encoder.begin(block);
     for field in fields {
-        match field {
-            Field::Method(method) => encoder.method(method, block),
-            Field::Scheme(scheme) => encoder.scheme(scheme, block),
-            Field::Authority(authority) => encoder.authority(authority.as_str(), block),
-            Field::Path(path) => encoder.path(path.as_str(), block),
-            Field::Protocol(protocol) => encoder.protocol(protocol.as_bytes(), block),
-            Field::Status(status) => encoder.status(*status, block),
-            Field::Header(name, value) => encoder.header(name, value, block),
-            Field::Malformed(reason) => panic!("{reason}"),
+        let (name, value) = (field.name.as_bytes(), field.value.as_bytes());
+        encoder.field(name, value, field.is_sensitive, block);
+    }
+}
+
+/// Names, paths and values are valid exactly if the crate `http` accepts them, but for quotes in
+/// names, and for paths that do not begin with a slash or have a fragment.
+#[test]
+fn validity_is_as_in_the_crate_http() {
+    for byte in 0..=u8::MAX {
+        let name = [b'a', byte];
+        let is_known = HeaderName::from_lowercase(&name).is_ok() && byte != b'"';
+        assert_eq!(is_name(&name), is_known, "name {byte:#x}");
+        let value = [b'a', byte, b'a'];
+        let is_known = HeaderValue::from_bytes(&value).is_ok();
+        assert_eq!(is_of_value(byte), is_known, "value {byte:#x}");
+        for path in [&[b'/', byte][..], &[b'/', b'?', byte]] {
+            let is_known = PathAndQuery::try_from(path).is_ok() && byte != b'#';
+            assert_eq!(is_path(path), is_known, "path {path:?}");
         }
     }
+    for path in ["/ä", "/?ä", "/a?b?c{\"}", "*", ""] {
+        let is_known = PathAndQuery::try_from(path).is_ok() && !path.is_empty();
+        assert_eq!(is_path(path.as_bytes()), is_known, "{path}");
+    }
+    let long = vec![b'n'; MAX_NAME + 1];
+    assert!(is_name(&long[1..]) && HeaderName::from_lowercase(&long[1..]).is_ok());
+    assert!(!is_name(&long) && HeaderName::from_lowercase(&long).is_err());
 }
 
 /// The codes of the symbols, computed from their lengths.

@@ -20,7 +20,7 @@ pub struct Bench {
 
 /// A stream with both handles.
 pub struct Stream {
-    pub request: request::Parts,
+    pub request: Request,
     pub is_cut: bool,
     pub sender: Sender,
     pub receiver: Receiver,
@@ -203,7 +203,7 @@ impl Bench {
     }
 
     /// The trailers of a stream, which have arrived.
-    pub fn trailers(&self, at: usize) -> Received<HeaderMap> {
+    pub fn trailers(&self, at: usize) -> Received<Fields> {
         let cx = &Context::from_waker(Waker::noop());
         let trailers = self.streams[at].receiver.poll_trailers(cx);
         let Poll::Ready(Ok(Some(trailers))) = trailers else {

@@ -196,7 +196,7 @@ fn a_connection_wakes_its_task_when_there_is_output() {
     assert!(wakes(&|| stream.receiver.release(48_000)));
     assert!(wakes(&|| stream.respond(false)));
     assert!(wakes(&|| stream.send(b"x", false)));
-    let send_trailers = || stream.sender.send_trailers(HeaderMap::new());
+    let send_trailers = || stream.sender.send_trailers(Fields::default());
     assert!(wakes(&|| send_trailers().expect("trailers")));
     assert!(wakes(&|| stream.sender.reset(ErrorCode::CANCEL)));
     assert!(wakes(&|| {

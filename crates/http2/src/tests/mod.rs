@@ -22,10 +22,10 @@ use std::sync::{Arc, LazyLock};
 use std::task::{Wake, Waker};
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Request, Response, request, response};
+use http::{HeaderName, HeaderValue, StatusCode};
 
 use crate::frame::{flag, kind};
-use crate::{Config, ErrorCode, Role};
+use crate::{Config, ErrorCode, Fields, Request, Response, Role};
 
 /// The bytes with which a client begins.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -221,27 +221,39 @@ const POST: [(&str, &str); 4] = [
 const OK: [(&str, &str); 1] = [(":status", "200")];
 
 /// The head of a request from this side.
-fn request(method: &str, fields: &[(&'static str, &str)]) -> request::Parts {
-    let request = Request::builder().method(method).uri("http://test/");
-    let (mut head, ()) = request.body(()).expect("a request").into_parts();
-    head.headers = fields_of(fields);
+fn request(method: &str, fields: &[(&'static str, &str)]) -> Request {
+    request_to("http://test/", method, fields)
+}
+
+fn request_to(uri: &str, method: &str, fields: &[(&'static str, &str)]) -> Request {
+    let request = http::Request::builder().method(method).uri(uri);
+    let (parts, ()) = request.body(()).expect("a request").into_parts();
+    let mut head = Request::from(&parts);
+    for (name, value) in fields {
+        push(&mut head.fields, name, value);
+    }
     head
 }
 
 /// The head of a response from this side.
-fn response(status: u16, fields: &[(&'static str, &str)]) -> response::Parts {
-    let response = Response::builder().status(status);
-    let (mut head, ()) = response.body(()).expect("a response").into_parts();
-    head.headers = fields_of(fields);
-    head
+fn response(status: u16, fields: &[(&'static str, &str)]) -> Response {
+    Response {
+        status: StatusCode::from_u16(status).expect("a status"),
+        fields: fields_of(fields),
+    }
 }
 
-fn fields_of(fields: &[(&'static str, &str)]) -> HeaderMap {
-    let mut map = HeaderMap::new();
+fn fields_of(fields: &[(&'static str, &str)]) -> Fields {
+    let mut list = Fields::default();
     for (name, value) in fields {
-        map.append(*name, HeaderValue::from_str(value).expect("a value"));
+        push(&mut list, name, value);
     }
-    map
+    list
+}
+
+fn push(fields: &mut Fields, name: &'static str, value: &str) {
+    let value = HeaderValue::from_str(value).expect("a value");
+    fields.push(&HeaderName::from_static(name), &value);
 }
 
 /// Counts how often it was woken.

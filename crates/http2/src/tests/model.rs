@@ -14,7 +14,8 @@ use bytes::{Buf, Bytes, BytesMut};
 use fastrand::Rng;
 
 use super::{
-    DEFAULT_WINDOW, Flag, Frame, Seed, bytes_of, check_bytes, config, fields_of, request, response,
+    DEFAULT_WINDOW, Fields, Flag, Frame, Response, Seed, bytes_of, check_bytes, config, fields_of,
+    request, response,
 };
 use crate::frame::{flag, kind, setting};
 use crate::{Config, Connection, Error, ErrorCode, Receiver, Role, Sender, Shared};
@@ -357,9 +358,12 @@ impl Task {
                 Poll::Ready(Err(error)) => view.read_error = Some(error),
                 Poll::Ready(Ok(head)) => {
                     assert!(!head.is_cut);
-                    let fields = &head.message.headers;
-                    assert_eq!(fields["x-plan"], self.plan.index.to_string());
-                    assert_eq!(fields["x-filler"].len(), self.plan.filler);
+                    let fields = &head.message.fields;
+                    assert_eq!(number(fields, "x-plan"), self.plan.index);
+                    assert_eq!(
+                        fields.get("x-filler").map(<[u8]>::len),
+                        Some(self.plan.filler)
+                    );
                     view.has_head = head.message.status == 200;
                     view.interim += usize::from(!view.has_head);
                 }
@@ -387,8 +391,8 @@ impl Task {
                         assert_eq!(trailers.is_some(), body.has_trailers());
                         if let Some(trailers) = trailers {
                             let fields = &trailers.message;
-                            assert_eq!(fields["x-plan"], self.plan.index.to_string());
-                            assert_eq!(fields["x-length"], body.length().to_string());
+                            assert_eq!(number(fields, "x-plan"), self.plan.index);
+                            assert_eq!(number(fields, "x-length"), body.length() as u64);
                         }
                         assert!(receiver.is_end_stream());
                     }
@@ -410,7 +414,12 @@ impl Task {
     }
 }
 
-fn head_of_response(plan: &Plan, status: u16) -> http::response::Parts {
+fn number(fields: &Fields, name: &str) -> u64 {
+    let text = str::from_utf8(fields.get(name).expect("a field"));
+    text.expect("a number").parse().expect("a number")
+}
+
+fn head_of_response(plan: &Plan, status: u16) -> Response {
     let (index, filler) = (plan.index.to_string(), "f".repeat(plan.filler));
     response(status, &[("x-plan", &index), ("x-filler", &filler)])
 }
@@ -790,9 +799,9 @@ impl Model {
         while let Some(opened) = side.shared.accept() {
             let head = &opened.request.message;
             assert!(!opened.request.is_cut);
-            let index = head.headers["x-plan"].to_str().expect("a number");
-            let plan = self.plans[&index.parse().expect("a number")].clone();
-            assert_eq!(head.headers["x-filler"].len(), plan.filler);
+            let plan = self.plans[&number(&head.fields, "x-plan")].clone();
+            let filler = head.fields.get("x-filler");
+            assert_eq!(filler.map(<[u8]>::len), Some(plan.filler));
             self.tasks
                 .push(Task::new(plan, at, opened.sender, opened.receiver));
         }

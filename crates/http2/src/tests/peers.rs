@@ -10,12 +10,12 @@ use std::time::Duration;
 use bytes::{Buf, Bytes, BytesMut};
 use fastrand::Rng;
 use h2::{RecvStream, SendStream};
-use http::{Request, StatusCode};
+use http::{HeaderMap, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf, duplex};
 use tokio::task::{LocalSet, spawn_local};
 
 use super::*;
-use crate::{Connection, Error, Opened, Protocol, Receiver, Sender, Shared};
+use crate::{Connection, Error, Opened, Receiver, Sender, Shared};
 
 /// Runs a test. Nothing in it takes long.
 fn run<T>(test: impl Future<Output = T>) -> T {
@@ -146,13 +146,14 @@ impl Plan {
     fn fields(&self) -> HeaderMap {
         let [request, response] = self.lengths.map(|length| length.to_string());
         let (index, size) = (self.index.to_string(), self.filler.to_string());
-        let mut fields = fields_of(&[
+        let fields = fields_of(&[
             ("x-index", &index),
             ("x-request", &request),
             ("x-response", &response),
             ("x-size", &size),
             ("user-agent", "a value that repeats"),
         ]);
+        let mut fields = HeaderMap::from(&fields);
         for at in 0..self.filler.div_ceil(1000) {
             let length = 1000.min(self.filler - 1000 * at);
             let value = HeaderValue::from_str(&"f".repeat(length)).expect("a value");
@@ -168,8 +169,8 @@ impl Plan {
         fields
     }
 
-    fn request(&self) -> Request<()> {
-        let mut request = Request::post("http://test/path")
+    fn request(&self) -> http::Request<()> {
+        let mut request = http::Request::post("http://test/path")
             .body(())
             .expect("a request");
         *request.headers_mut() = self.fields();
@@ -177,7 +178,7 @@ impl Plan {
     }
 
     fn trailers(&self) -> HeaderMap {
-        fields_of(&[("x-index", &self.index.to_string()), ("grpc-status", "0")])
+        (&fields_of(&[("x-index", &self.index.to_string()), ("grpc-status", "0")])).into()
     }
 
     fn check_trailers(&self, trailers: Option<&HeaderMap>) {
@@ -209,7 +210,7 @@ async fn read(receiver: &Receiver) -> Result<(Vec<u8>, Option<HeaderMap>), Error
         body.extend_from_slice(&data);
     }
     let trailers = poll_fn(|cx| receiver.poll_trailers(cx)).await?;
-    Ok((body, trailers.map(|trailers| trailers.message)))
+    Ok((body, trailers.map(|trailers| (&trailers.message).into())))
 }
 
 /// Sends a body in pieces, and trailers.
@@ -218,7 +219,7 @@ async fn write(sender: &Sender, mut body: Bytes, trailers: HeaderMap) -> Result<
         poll_fn(|cx| sender.poll_ready(cx)).await?;
         sender.send(body.split_to(body.len().min(10_000)), false)?;
     }
-    sender.send_trailers(trailers)
+    sender.send_trailers(Fields::from(&trailers))
 }
 
 /// Waits for both at once, in one task: a stream has one waker.
@@ -277,9 +278,9 @@ async fn serve(opened: Opened) -> Result<(), Error> {
         receiver,
     } = opened;
     assert!(!request.is_cut);
-    let plan = Plan::read(&request.message.headers);
+    let plan = Plan::read(&(&request.message.fields).into());
     let mut head = response(200, &[]);
-    head.headers = plan.fields();
+    head.fields = Fields::from(&plan.fields());
     if plan.has_interim() {
         sender.respond(&response(103, &[("link", "a")]), false)?;
     }
@@ -422,7 +423,7 @@ async fn client(config: Config, builder: &h2::server::Builder) -> Shared {
 }
 
 /// Waits for the head of a response after interim ones, whose number it returns too.
-async fn head(receiver: &Receiver) -> Result<(response::Parts, usize), Error> {
+async fn head(receiver: &Receiver) -> Result<(Response, usize), Error> {
     for count in 0.. {
         let head = poll_fn(|cx| receiver.poll_response(cx)).await?;
         assert!(!head.is_cut);
@@ -436,11 +437,11 @@ async fn head(receiver: &Receiver) -> Result<(response::Parts, usize), Error> {
 /// Sends a request, and reads the response.
 async fn exchange(shared: &Shared, plan: &Plan) -> Result<(), Error> {
     let (head_of_request, ()) = plan.request().into_parts();
-    let (sender, receiver) = shared.open(&head_of_request, false)?;
+    let (sender, receiver) = shared.open(&Request::from(&head_of_request), false)?;
     let response = async {
         let (head, interim) = head(&receiver).await?;
         assert_eq!(interim, usize::from(plan.has_interim()));
-        assert_eq!(Plan::read(&head.headers).index, plan.index);
+        assert_eq!(Plan::read(&(&head.fields).into()).index, plan.index);
         read(&receiver).await
     };
     let (sent, received) = both(write(&sender, plan.body(0), plan.trailers()), response).await;
@@ -505,7 +506,9 @@ fn the_resets_of_a_server_arrive_at_h2() {
         let (ours, theirs) = duplex(20_000);
         let shared = Shared::new(config(Role::Server, 65_535));
         let driver = drive(shared.clone(), ours, |opened| {
-            let code = match opened.request.message.uri.path() {
+            let code = match str::from_utf8(opened.request.message.path().expect("a path"))
+                .expect("a text")
+            {
                 // Before the response, after a part of it, and after all of it.
                 "/before" => 42,
                 "/within" => 43,
@@ -537,7 +540,7 @@ fn the_resets_of_a_server_arrive_at_h2() {
         let mut results = Vec::new();
         for path in ["before", "within", "early", "dropped"] {
             let mut client = client.clone().ready().await.expect("a stream");
-            let request = Request::post(format!("http://test/{path}"))
+            let request = http::Request::post(format!("http://test/{path}"))
                 .body(())
                 .expect("a request");
             let (response, _stream) = client.send_request(request, false).expect("a stream");
@@ -585,7 +588,9 @@ fn the_resets_of_h2_arrive_at_a_server() {
         spawn_local(async { connection.await.expect("no violations") });
         for _ in 0..50 {
             let mut client = client.clone().ready().await.expect("a stream");
-            let request = Request::post("http://test/").body(()).expect("a request");
+            let request = http::Request::post("http://test/")
+                .body(())
+                .expect("a request");
             let (response, mut stream) = client.send_request(request, false).expect("a stream");
             let response = response.await.expect("a response");
             stream.send_reset(h2::Reason::ENHANCE_YOUR_CALM);
@@ -632,8 +637,7 @@ fn resets_between_a_client_and_h2_have_their_codes() {
             }
         });
         let open = |path: &str| {
-            let mut head = request("POST", &[]);
-            head.uri = format!("http://test/{path}").parse().expect("a URI");
+            let head = request_to(&format!("http://test/{path}"), "POST", &[]);
             shared.open(&head, false).expect("a stream")
         };
         let (sender, receiver) = open("reset");
@@ -777,7 +781,9 @@ fn h2_accepts_the_go_away_of_a_violation() {
         let (client, connection) = h2::client::handshake(theirs).await.expect("a handshake");
         let connection = spawn_local(connection);
         let mut client = client.ready().await.expect("a stream");
-        let request = Request::post("http://test/").body(()).expect("a request");
+        let request = http::Request::post("http://test/")
+            .body(())
+            .expect("a request");
         let (_response, _stream) = client.send_request(request, false).expect("a stream");
         tokio::task::yield_now().await;
         shared.with(|connection| connection.close(ErrorCode::ENHANCE_YOUR_CALM, &Error::Closed));
@@ -823,13 +829,14 @@ fn h2_opens_tunnels_through_a_server() {
         };
         spawn_local(drive(Shared::new(config), ours, |opened| {
             let head = &opened.request.message;
-            let protocol = head.extensions.get().map(Protocol::as_str);
-            match head.uri.path_and_query() {
-                Some(path) => assert_eq!((path.as_str(), protocol), ("/chat?a", Some("websocket"))),
-                None => assert_eq!(
-                    (head.uri.to_string().as_str(), protocol),
-                    ("test:443", None)
+            let target = (head.authority(), head.path(), head.protocol());
+            let chat = (b"test", b"/chat?a", b"websocket");
+            match head.path() {
+                Some(_) => assert_eq!(
+                    target,
+                    (Some(&chat.0[..]), Some(&chat.1[..]), Some(&chat.2[..]))
                 ),
+                None => assert_eq!(target, (Some(&b"test:443"[..]), None, None)),
             }
             spawn_local(async move {
                 opened
@@ -848,7 +855,7 @@ fn h2_opens_tunnels_through_a_server() {
             tokio::task::yield_now().await;
         }
         for uri in ["http://test/chat?a", "test:443"] {
-            let mut request = Request::connect(uri).body(()).expect("a request");
+            let mut request = http::Request::connect(uri).body(()).expect("a request");
             if uri.contains("chat") {
                 request
                     .extensions_mut()
@@ -915,11 +922,8 @@ fn a_client_opens_tunnels_through_h2() {
             tokio::task::yield_now().await;
         }
         assert!(shared.with(|connection| connection.accepts_connect_protocol()));
-        let mut head_of_request = request("CONNECT", &[]);
-        head_of_request.uri = "http://test/chat".parse().expect("a URI");
-        head_of_request
-            .extensions
-            .insert(Protocol::try_from("websocket").expect("a name"));
+        let mut head_of_request = request_to("http://test/chat", "GET", &[]);
+        head_of_request.set_protocol("websocket");
         let (sender, receiver) = shared.open(&head_of_request, false).expect("a stream");
         assert_eq!(head(&receiver).await.expect("a response").0.status, 200);
         for _ in 0..10 {

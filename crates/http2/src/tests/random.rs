@@ -165,7 +165,7 @@ fn random_act(rng: &mut Rng, stream: &Stream) {
             let length = rng.usize(..40_000);
             drop(sender.send(vec![0; length].into(), rng.u8(..4) == 0));
         }
-        4 => drop(sender.send_trailers(HeaderMap::new())),
+        4 => drop(sender.send_trailers(Fields::default())),
         5 => sender.reset(ErrorCode::CANCEL),
         6 => drop(receiver.poll_response(cx)),
         _ => {

@@ -2,13 +2,12 @@
 
 use std::sync::LazyLock;
 
-use http::Request;
-
 use super::*;
 
 /// A request without fields.
 pub(crate) fn request<'a>(method: &'a str, target: &'a str) -> RequestView<'a> {
-    static EMPTY: LazyLock<Parts> = LazyLock::new(|| Request::new(()).into_parts().0);
+    static EMPTY: LazyLock<Request> =
+        LazyLock::new(|| Request::from(&http::Request::new(()).into_parts().0));
     RequestView {
         method: method.as_bytes(),
         target: target.as_bytes(),

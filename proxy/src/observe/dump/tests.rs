@@ -176,7 +176,7 @@ fn renders_grpc_metadata_message_counts_and_status() {
         let head = Request::post("http://grpc-server:80/echo.v1.EchoService/Echo")
             .header("content-type", "application/grpc")
             .header("te", "trailers");
-        let head = head.body(()).unwrap().into_parts().0;
+        let head = diy_mesh_http2::Request::from(&head.body(()).unwrap().into_parts().0);
         let request = RequestView {
             head: &head,
             version: Version::HTTP_2,

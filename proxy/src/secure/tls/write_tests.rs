@@ -183,7 +183,8 @@ fn streamed_http2_bodies_arrive_whole_while_both_sides_pause() {
             async move { io.drive(|_| Poll::<()>::Pending).await }
         });
         let request = http::Request::post("http://cart/").body(()).unwrap();
-        let (upload, download) = io.streams().open(&request.into_parts().0, false).unwrap();
+        let request = diy_mesh_http2::Request::from(&request.into_parts().0);
+        let (upload, download) = io.streams().open(&request, false).unwrap();
         poll_fn(|cx| download.poll_response(cx)).await.unwrap();
         upload.send(vec![7; LENGTH].into(), false).unwrap();
         let mut received = 0;

@@ -5,9 +5,8 @@ use std::pin::pin;
 use std::time::SystemTime;
 
 use bytes::BytesMut;
-use diy_mesh_http2::{Error, Receiver};
+use diy_mesh_http2::{Error, Receiver, Request};
 use http::HeaderMap;
-use http::request::Parts;
 
 use crate::context::flow::Flow;
 use crate::http::answer::{Answer, Incomplete};
@@ -20,7 +19,7 @@ use diy_mesh_model::exchange::Direction;
 /// Sends a request with this head.
 pub async fn attempt(
     call: &Call,
-    parts: &Parts,
+    request: &Request,
     attempt: &mut Attempt<'_>,
     flow: &Flow,
 ) -> Result<Answer, AttemptError> {
@@ -35,7 +34,7 @@ pub async fn attempt(
     let closed = |reason| AttemptError::closed(address, reason, call.is_repeatable);
     let failed = |error: Error| closed(error.to_string());
     let body = &call.body;
-    let (sender, receiver) = lease.send(parts, body.is_empty(), None).map_err(failed)?;
+    let (sender, receiver) = lease.send(request, body.is_empty(), None).map_err(failed)?;
     if !body.is_empty() {
         sender.send(body.clone(), true).map_err(failed)?;
     }
@@ -48,9 +47,9 @@ pub async fn attempt(
         }
     };
     let (status, is_peer) = (head.status.as_u16(), lease.is_peer());
-    let verdict = Verdict::of(status, &head.headers, is_peer, SystemTime::now);
+    let verdict = Verdict::of(status, &head.fields, is_peer, SystemTime::now);
     let answered = attempt.answered(status, verdict, call.replayable(), flow);
-    let (mut fields, mut kept) = (head.headers, BytesMut::new());
+    let (mut fields, mut kept) = (HeaderMap::from(&head.fields), BytesMut::new());
     let read = {
         let reading = pin!(read(&receiver, &mut fields, &mut kept, call.max_answer));
         attempt.deadline().limit(reading).await
@@ -85,7 +84,7 @@ async fn read(
         }
     }
     if let Some(trailers) = poll_fn(|cx| body.poll_trailers(cx)).await? {
-        fields.extend(trailers.message);
+        fields.extend(HeaderMap::from(&trailers.message));
     }
     Ok(())
 }

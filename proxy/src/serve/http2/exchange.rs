@@ -10,10 +10,9 @@ use std::task::{Context, Poll};
 use std::time::{Instant, SystemTime};
 
 use bytes::Bytes;
-use diy_mesh_http2::{Error, ErrorCode, Opened, Received, Sender};
-use http::request::Parts;
-use http::response::Parts as ResponseParts;
-use http::{Method, Response, StatusCode};
+use diy_mesh_http2::{Error, ErrorCode, Fields, Opened, Received, Request, Response, Sender};
+use http::uri::Scheme;
+use http::{Method, StatusCode};
 use tokio::time::timeout_at;
 
 use super::relay::{Message, Relay, RelayError, reset_code};
@@ -47,28 +46,28 @@ const MAX_INTERIM: u32 = 16;
 pub(super) fn start(opened: Opened, stream: Stream) -> Result<(), Failure> {
     let Opened {
         request: Received {
-            message: parts,
+            message: head,
             is_cut,
         },
         sender: respond,
         receiver: body,
     } = opened;
     let mut memory = stream.flow.charge();
-    let cost = STREAM_COST + head::size(&parts);
+    let cost = STREAM_COST + head::size(&head);
     let refused = memory.begin(cost).err();
     if refused.is_some() {
         memory.hold(cost)?;
     }
     let too_large = || {
         let limit = is_cut.then_some(TooLarge::Header);
-        let limit = limit.or_else(|| head::too_large(&parts));
+        let limit = limit.or_else(|| head::too_large(&head));
         limit.map(Failure::HeadersTooLarge)
     };
-    let malformed = || head::malformed(&parts).map(Failure::BadRequest);
+    let malformed = || head::malformed(&head).map(Failure::BadRequest);
     let refused = refused.or_else(too_large).or_else(malformed);
-    let is_grpc = head::is_grpc(&parts.headers);
+    let is_grpc = head::is_grpc(&head.fields);
     let deadline = if is_grpc {
-        head::deadline(&parts)
+        head::deadline(&head)
     } else {
         Deadline::default()
     };
@@ -98,7 +97,7 @@ pub(super) fn start(opened: Opened, stream: Stream) -> Result<(), Failure> {
             return;
         };
         let mut exchange = Exchange {
-            head: parts,
+            head,
             record: ExchangeRecord::new(&flow, HttpVersion::Http2),
             allowed: flow.allowed(),
             added: exchange::Added::default(),
@@ -137,7 +136,7 @@ struct Http2 {
 type Exchange = exchange::Exchange<Http2>;
 type Outcome = exchange::Outcome<End, Tunnel>;
 /// The head of the response, and the stream.
-type Tunnel = Box<(ResponseParts, Upstream)>;
+type Tunnel = Box<(Response, Upstream)>;
 
 /// How a response ended.
 enum End {
@@ -212,7 +211,7 @@ impl Exchange {
         if !lease.is_reused() {
             attempt.check_endpoint()?;
         }
-        if head::extended_protocol(&self.head).is_some() && !lease.supports_extended_connect() {
+        if self.head.protocol().is_some() && !lease.supports_extended_connect() {
             let reason = "it does not accept extended CONNECT requests";
             return Err(AttemptError::malformed(address, reason));
         }
@@ -262,9 +261,9 @@ impl Exchange {
             flow.destination.supports_extended_connect.set(true);
         }
         let is_peer = upstream.lease.is_peer();
-        Edits::of(response_edits(is_peer)).apply(&mut response.headers);
+        Edits::of(response_edits(is_peer)).apply(&mut response.fields);
         let status = response.status.as_u16();
-        let verdict = Verdict::of(status, &response.headers, is_peer, SystemTime::now);
+        let verdict = Verdict::of(status, &response.fields, is_peer, SystemTime::now);
         let request = Replayable {
             is_kept: self.client.upload.can_rewind(),
             is_idempotent: self.head.method.is_idempotent(),
@@ -279,7 +278,7 @@ impl Exchange {
             return Err(error);
         }
         self.client.upload.discard_replay();
-        let size = head::fields_size(&response.headers);
+        let size = response.fields.size();
         if is_cut || size > MAX_SECTION {
             upstream.sender.reset(ErrorCode::ENHANCE_YOUR_CALM);
             let limit = TooLarge::Header;
@@ -298,16 +297,16 @@ impl Exchange {
     }
 
     /// The head for the endpoint.
-    fn next_request(&self, attempt: &Attempt<'_>, lease: &Lease) -> Parts {
-        let mut parts = self.head.clone();
+    fn next_request(&self, attempt: &Attempt<'_>, lease: &Lease) -> Request {
+        let mut request = self.head.clone();
         if let Some(announced) = attempt.announced(lease.is_peer(), self.record.id()) {
-            announced.add_to(&mut parts.headers, lease.take_first_announcement());
+            announced.add_to(&mut request.fields, lease.take_first_announcement());
         }
-        head::set_deadline(&mut parts, attempt.exchange_deadline());
+        head::set_deadline(&mut request, attempt.exchange_deadline());
         if attempt.endpoint.info.server_tls().is_some() {
-            head::set_https(&mut parts);
+            request.scheme = request.scheme.and(Some(Scheme::HTTPS));
         }
-        parts
+        request
     }
 
     /// Acquires a slot on a connection to the endpoint. For an extended CONNECT request, the peer of
@@ -321,7 +320,7 @@ impl Exchange {
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
         let dialer = attempt.dialer(flow);
         let pool = attempt.endpoint.pool();
-        let is_extended = head::extended_protocol(&self.head).is_some();
+        let is_extended = self.head.protocol().is_some();
         let mut leasing = pin!(async {
             let lease = pool.http2(flow.direction, dialer, expiry).await?;
             if is_extended && !lease.supports_extended_connect() {
@@ -347,7 +346,7 @@ impl Exchange {
         &mut self,
         cx: &mut Context<'_>,
         upstream: &mut Upstream,
-    ) -> Poll<Result<Received<ResponseParts>, Ended>> {
+    ) -> Poll<Result<Received<Response>, Ended>> {
         self.client.stream.record_progress();
         self.judge_again().map_err(Ended::Failed)?;
         self.poll_upload(cx, upstream)?;
@@ -370,8 +369,8 @@ impl Exchange {
     }
 
     /// Sends an interim response, except a second 100 (Continue).
-    fn send_interim(&mut self, mut interim: ResponseParts, is_peer: bool) {
-        Edits::of(response_edits(is_peer)).apply(&mut interim.headers);
+    fn send_interim(&mut self, mut interim: Response, is_peer: bool) {
+        Edits::of(response_edits(is_peer)).apply(&mut interim.fields);
         if !self.client.is_continued || interim.status != StatusCode::CONTINUE {
             // An error means that the client has closed, which is detected elsewhere.
             drop(self.client.respond.respond(&interim, false));
@@ -412,7 +411,7 @@ impl Exchange {
     /// Relays the response to the client, and the rest of the request to the upstream.
     async fn relay_response(
         &mut self,
-        response: ResponseParts,
+        response: Response,
         upstream: &mut Upstream,
         plan: &Plan,
         endpoint: &Endpoint,
@@ -460,7 +459,7 @@ impl Exchange {
     /// Sends the head of the response. `is_whole`: no body follows.
     fn send_head(
         &mut self,
-        mut head: ResponseParts,
+        mut head: Response,
         is_whole: bool,
         plan: &Plan,
         endpoint: &Endpoint,
@@ -468,12 +467,12 @@ impl Exchange {
         if plan.rule().is_some() {
             let session = plan.session_edit(endpoint.tag());
             let edits = plan.response_edits(&[], &session);
-            edits.apply(&mut head.headers);
+            edits.apply(&mut head.fields);
         }
         self.record
-            .response(head.status, b"", &head.headers, Edits::default());
+            .response(head.status, b"", &head.fields, Edits::default());
         self.client.respond.respond(&head, is_whole)?;
-        self.client.is_grpc = self.client.is_grpc && head::is_grpc(&head.headers);
+        self.client.is_grpc = self.client.is_grpc && head::is_grpc(&head.fields);
         self.client.has_response = true;
         Ok(())
     }
@@ -574,7 +573,7 @@ impl Exchange {
         let trailers = LocalReply::from(failure).grpc_trailers();
         let respond = &self.client.respond;
         let takes_trailers = self.client.has_response && self.client.is_grpc;
-        let ended = takes_trailers && respond.send_trailers(trailers).is_ok();
+        let ended = takes_trailers && respond.send_trailers(Fields::from(&trailers)).is_ok();
         if !ended {
             respond.reset(match failure {
                 Failure::HeadersTooLarge(_) | Failure::UpstreamTooLarge { .. } => {
@@ -598,6 +597,7 @@ impl Exchange {
         // A client that has closed needs no response. Dropped, the stream tells the client that the
         // rest of its request is not read.
         let (head, ()) = head.into_parts();
+        let head = Response::from(&head);
         let sent = self.client.respond.respond(&head, body.is_empty());
         if sent.is_ok() && !body.is_empty() {
             let _ = self.client.respond.send(body, true);
@@ -611,11 +611,11 @@ impl Exchange {
 }
 
 impl Protocol for Http2 {
-    type Head = Parts;
+    type Head = Request;
     type End = End;
     type Tunnel = Tunnel;
 
-    fn view(head: &Parts) -> RequestView<'_> {
+    fn view(head: &Request) -> RequestView<'_> {
         head::view(head)
     }
 
@@ -634,7 +634,7 @@ impl Protocol for Http2 {
         exchange
             .added
             .edits(plan, &own)
-            .apply(&mut exchange.head.headers);
+            .apply(&mut exchange.head.fields);
         let request = head::view(&exchange.head);
         exchange.record.request(&request, Edits::default());
     }
@@ -681,10 +681,12 @@ impl Protocol for Http2 {
                 return Poll::Ready(Ok(read.ok()));
             }
             if expects_continue && !mem::replace(&mut self.is_continued, true) {
-                let mut interim = Response::new(());
-                *interim.status_mut() = StatusCode::CONTINUE;
+                let interim = Response {
+                    status: StatusCode::CONTINUE,
+                    fields: Fields::default(),
+                };
                 // An error means that the client has closed, which is detected below.
-                drop(self.respond.respond(&interim.into_parts().0, false));
+                drop(self.respond.respond(&interim, false));
             }
             self.poll_gone(cx).map(|()| Ok(None))
         })

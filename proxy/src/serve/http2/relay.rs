@@ -4,11 +4,8 @@
 use std::task::{Context, Poll, ready};
 
 use bytes::{Bytes, BytesMut};
-use diy_mesh_http2::{Error, ErrorCode, Received, Receiver, Sender};
-use http::HeaderMap;
-use http::response::Parts;
+use diy_mesh_http2::{Error, ErrorCode, Fields, Received, Receiver, Response, Sender};
 
-use super::head::fields_size;
 use crate::context::record::ExchangeRecord;
 use crate::http::credentials::PolicyField;
 use crate::http::edits::{Edits, REQUEST_TRAILER_EDITS, response_edits};
@@ -23,7 +20,7 @@ pub(super) struct Relay {
     unsent: Bytes,
     /// The end of the stream was read.
     ended: bool,
-    trailers: Option<HeaderMap>,
+    trailers: Option<Fields>,
     /// Bytes that were passed to the receiver, and whose window the sender has not got back.
     unreleased: usize,
     /// The end of the stream was passed to the receiver, or is the only thing that there is.
@@ -80,7 +77,7 @@ impl Relay {
     }
 
     /// Waits for the head of the response, or for an interim one.
-    pub fn poll_head(&mut self, cx: &mut Context<'_>) -> Poll<Result<Received<Parts>, Error>> {
+    pub fn poll_head(&mut self, cx: &mut Context<'_>) -> Poll<Result<Received<Response>, Error>> {
         let head = ready!(self.from.poll_response(cx));
         self.complete = self.from.is_end_stream();
         (self.ended, self.is_passed) = (self.complete, self.complete);
@@ -208,7 +205,7 @@ impl Relay {
                 None => {
                     let trailers =
                         ready!(self.from.poll_trailers(cx)).map_err(RelayError::Sender)?;
-                    let is_large = |fields: &HeaderMap| fields_size(fields) > MAX_SECTION;
+                    let is_large = |fields: &Fields| fields.size() > MAX_SECTION;
                     let large = trailers
                         .as_ref()
                         .is_some_and(|read| read.is_cut || is_large(&read.message));
@@ -259,7 +256,7 @@ impl Relay {
     }
 
     /// Removes the fields that only the mesh may set.
-    fn prepare_trailers(&self, mut trailers: HeaderMap, record: &mut ExchangeRecord) -> HeaderMap {
+    fn prepare_trailers(&self, mut trailers: Fields, record: &mut ExchangeRecord) -> Fields {
         match self.message {
             Message::Request => {
                 let fields = record.flow.policy_fields();

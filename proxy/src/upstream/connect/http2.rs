@@ -13,9 +13,8 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use diy_mesh_http2::{Config, Error, ErrorCode, Receiver, Role, Sender};
+use diy_mesh_http2::{Config, Error, ErrorCode, Receiver, Request, Role, Sender};
 use diy_mesh_runtime::admission::Class;
-use http::request::Parts;
 use tokio::sync::Mutex;
 use tokio::task::AbortHandle;
 use tokio::time::timeout_at;
@@ -442,7 +441,7 @@ impl Lease {
     /// Opens the stream. If it is reset, it has one of these places until the peer has read the reset.
     pub fn send(
         &mut self,
-        request: &Parts,
+        request: &Request,
         end_of_stream: bool,
         places: Option<Rc<dyn Places>>,
     ) -> Result<(Sender, Receiver), Error> {
