@@ -2,54 +2,68 @@
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 
-/// Memory for the fields of most messages, in bytes and in fields.
-const TEXT: usize = 512;
-const FIELDS: usize = 16;
+use crate::hpack::FIELD_OVERHEAD;
+
+/// Memory for most messages, and for what is added to a copy.
+const ROOM: usize = 512;
+const ADDED: usize = 128;
+
+/// The length of the start of an entry: flags, and the lengths of name and value.
+const START: usize = 7;
+/// The value is sensitive.
+const SENSITIVE: u8 = 1;
+/// A field that was removed, or the text of a pseudo-field.
+const HIDDEN: u8 = 2;
 
 /// The fields of a message in their order, with names in lower case.
-#[derive(Clone, Default)]
+#[derive(Default)]
 pub struct Fields {
-    /// Names and values, also removed ones, and the texts of pseudo-fields.
-    text: Vec<u8>,
-    list: Vec<Entry>,
+    /// Entries: the start, the name and the value.
+    entries: Vec<u8>,
+    count: usize,
 }
 
-#[derive(Clone, Copy)]
-struct Entry {
-    name: Text,
-    value: Text,
-    is_sensitive: bool,
-}
-
-/// A part of the buffer.
+/// The text of a pseudo-field, in the entries.
 #[derive(Clone, Copy)]
 pub(crate) struct Text {
     start: u32,
     length: u32,
 }
 
+/// One entry, with its position.
+struct Entry<'a> {
+    at: usize,
+    flags: u8,
+    name: &'a [u8],
+    value: &'a [u8],
+}
+
+/// The entries in their order.
+struct Entries<'a> {
+    all: &'a [u8],
+    at: usize,
+}
+
 impl Fields {
     /// The number of fields.
     pub fn len(&self) -> usize {
-        self.list.len()
+        self.count
     }
 
     /// Whether there is no field.
     pub fn is_empty(&self) -> bool {
-        self.list.is_empty()
+        self.count == 0
     }
 
     /// The size of all fields (RFC 9113, section 6.5.2).
     pub fn size(&self) -> usize {
-        let size = |entry: &Entry| (entry.name.length + entry.value.length) as usize + 32;
-        self.list.iter().map(size).sum()
+        let size = |entry: Entry<'_>| entry.name.len() + entry.value.len() + FIELD_OVERHEAD;
+        self.visible().map(size).sum()
     }
 
     /// The names and values.
     pub fn iter(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
-        self.list
-            .iter()
-            .map(|entry| (self.text(entry.name), self.text(entry.value)))
+        self.visible().map(|entry| (entry.name, entry.value))
     }
 
     /// The value of the first field with this name, which is in lower case.
@@ -59,12 +73,13 @@ impl Fields {
 
     /// The values of all fields with this name, which is in lower case.
     pub fn get_all<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a [u8]> {
-        let is_named = move |entry: &&Entry| self.text(entry.name) == name.as_bytes();
-        let named = self.list.iter().filter(is_named);
-        named.map(|entry| self.text(entry.value))
+        let named = self
+            .visible()
+            .filter(move |entry| entry.name == name.as_bytes());
+        named.map(|entry| entry.value)
     }
 
-    /// Appends a field. The name may have upper case.
+    /// Appends a field.
     pub fn push(&mut self, name: &HeaderName, value: &HeaderValue) {
         let (name, is_sensitive) = (name.as_str().as_bytes(), value.is_sensitive());
         self.append(name, value.as_bytes(), is_sensitive);
@@ -72,60 +87,120 @@ impl Fields {
 
     /// Appends a field with a valid name in lower case and a valid value.
     pub(crate) fn append(&mut self, name: &[u8], value: &[u8], is_sensitive: bool) {
-        let entry = Entry {
-            name: self.keep(name),
-            value: self.keep(value),
-            is_sensitive,
-        };
-        if self.list.is_empty() {
-            self.list.reserve(FIELDS);
-        }
-        self.list.push(entry);
+        self.write(u8::from(is_sensitive) * SENSITIVE, name, value);
+        self.count += 1;
     }
 
-    /// Gives the first field with this name, which is in lower case, another value.
+    /// Gives the first field with this name, which is in lower case, another value, and the last place.
     pub fn replace(&mut self, name: &str, value: &HeaderValue) {
-        let is_named = |entry: &Entry| self.text(entry.name) == name.as_bytes();
-        if let Some(at) = self.list.iter().position(is_named) {
-            self.list[at].value = self.keep(value.as_bytes());
+        let named = self
+            .visible()
+            .find(|entry| entry.name == name.as_bytes())
+            .map(|entry| entry.at);
+        if let Some(at) = named {
+            self.entries[at] |= HIDDEN;
+            let flags = u8::from(value.is_sensitive()) * SENSITIVE;
+            self.write(flags, name.as_bytes(), value.as_bytes());
         }
     }
 
     /// Removes the fields with other names than these.
     pub fn retain(&mut self, mut is_kept: impl FnMut(&[u8]) -> bool) {
-        let Self { text, list } = self;
-        list.retain(|entry| is_kept(entry.name.of(text)));
+        let mut at = 0;
+        while let Some(entry) = Entry::read(&self.entries, at) {
+            let next = entry.end();
+            if entry.flags & HIDDEN == 0 && !is_kept(entry.name) {
+                self.entries[at] |= HIDDEN;
+                self.count -= 1;
+            }
+            at = next;
+        }
     }
 
-    /// Copies a text into the buffer.
+    /// Keeps the text of a pseudo-field.
     pub(crate) fn keep(&mut self, text: &[u8]) -> Text {
-        if self.text.is_empty() {
-            self.text.reserve(TEXT);
-        }
-        let start = self.text.len() as u32;
-        self.text.extend_from_slice(text);
+        self.write(HIDDEN, b"", text);
+        let start = (self.entries.len() - text.len()) as u32;
         let length = text.len() as u32;
         Text { start, length }
     }
 
     pub(crate) fn text(&self, text: Text) -> &[u8] {
-        text.of(&self.text)
+        let (start, length) = (text.start as usize, text.length as usize);
+        &self.entries[start..start + length]
     }
 
     /// The fields for an encoder: name, value, and whether the value is sensitive.
-    pub(crate) fn entries(&self) -> impl Iterator<Item = (&[u8], &[u8], bool)> {
-        let parts = |entry: &Entry| {
-            let (name, value) = (self.text(entry.name), self.text(entry.value));
-            (name, value, entry.is_sensitive)
+    pub(crate) fn with_sensitivity(&self) -> impl Iterator<Item = (&[u8], &[u8], bool)> {
+        self.visible()
+            .map(|entry| (entry.name, entry.value, entry.flags & SENSITIVE != 0))
+    }
+
+    #[inline]
+    fn visible(&self) -> impl Iterator<Item = Entry<'_>> {
+        let entries = Entries {
+            all: &self.entries,
+            at: 0,
         };
-        self.list.iter().map(parts)
+        entries.filter(|entry| entry.flags & HIDDEN == 0)
+    }
+
+    /// Appends an entry.
+    fn write(&mut self, flags: u8, name: &[u8], value: &[u8]) {
+        if self.entries.is_empty() {
+            self.entries.reserve(ROOM);
+        }
+        let mut start = [flags; START];
+        start[1..3].copy_from_slice(&(name.len() as u16).to_le_bytes());
+        start[3..].copy_from_slice(&(value.len() as u32).to_le_bytes());
+        self.entries.extend_from_slice(&start);
+        self.entries.extend_from_slice(name);
+        self.entries.extend_from_slice(value);
     }
 }
 
-impl Text {
-    fn of(self, text: &[u8]) -> &[u8] {
-        let (start, length) = (self.start as usize, self.length as usize);
-        &text[start..start + length]
+impl<'a> Entry<'a> {
+    #[inline]
+    fn read(entries: &'a [u8], at: usize) -> Option<Self> {
+        let &[flags, a, b, c, d, e, f] = entries.get(at..)?.first_chunk::<START>()?;
+        let (name, value) = (
+            at + START,
+            at + START + usize::from(u16::from_le_bytes([a, b])),
+        );
+        let end = value + u32::from_le_bytes([c, d, e, f]) as usize;
+        Some(Self {
+            at,
+            flags,
+            name: &entries[name..value],
+            value: &entries[value..end],
+        })
+    }
+
+    fn end(&self) -> usize {
+        self.at + START + self.name.len() + self.value.len()
+    }
+}
+
+impl<'a> Iterator for Entries<'a> {
+    type Item = Entry<'a>;
+
+    #[inline]
+    fn next(&mut self) -> Option<Entry<'a>> {
+        let entry = Entry::read(self.all, self.at)?;
+        self.at = entry.end();
+        Some(entry)
+    }
+}
+
+/// A copy has room for some further fields.
+impl Clone for Fields {
+    fn clone(&self) -> Self {
+        let mut entries = Vec::with_capacity(self.entries.len() + ADDED);
+        entries.extend_from_slice(&self.entries);
+        Self {
+            entries,
+            count: self.count,
+        }
     }
 }
 
@@ -142,7 +217,7 @@ impl From<&HeaderMap> for Fields {
 impl From<&Fields> for HeaderMap {
     fn from(fields: &Fields) -> Self {
         let mut map = Self::new();
-        for (name, value, is_sensitive) in fields.entries() {
+        for (name, value, is_sensitive) in fields.with_sensitivity() {
             if let (Ok(name), Ok(mut value)) =
                 (HeaderName::from_bytes(name), HeaderValue::from_bytes(value))
             {
@@ -156,7 +231,7 @@ impl From<&Fields> for HeaderMap {
 
 impl PartialEq for Fields {
     fn eq(&self, other: &Self) -> bool {
-        self.entries().eq(other.entries())
+        self.with_sensitivity().eq(other.with_sensitivity())
     }
 }
 
@@ -171,6 +246,56 @@ impl std::fmt::Debug for Fields {
             };
             (String::from_utf8_lossy(name).into_owned(), value)
         };
-        f.debug_map().entries(self.entries().map(shown)).finish()
+        f.debug_map()
+            .entries(self.with_sensitivity().map(shown))
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fields(pairs: &[(&'static str, &'static str)]) -> Fields {
+        let mut fields = Fields::default();
+        for (name, value) in pairs {
+            fields.append(name.as_bytes(), value.as_bytes(), false);
+        }
+        fields
+    }
+
+    #[test]
+    fn removed_and_replaced_fields_leave_the_others() {
+        let mut changed = fields(&[("a", "1"), ("b", "2"), ("a", "3"), ("c", "")]);
+        let path = changed.keep(b"/path");
+        changed.retain(|name| name != b"b");
+        changed.replace("a", &HeaderValue::from_static("longer"));
+        changed.replace("missing", &HeaderValue::from_static("x"));
+        assert_eq!(changed, fields(&[("a", "3"), ("c", ""), ("a", "longer")]));
+        assert_eq!((changed.len(), changed.is_empty()), (3, false));
+        assert_eq!(changed.size(), 3 * 32 + 2 + 1 + 7);
+        assert_eq!(
+            changed.get_all("a").collect::<Vec<_>>(),
+            [&b"3"[..], b"longer"]
+        );
+        assert_eq!((changed.get("b"), changed.get("c")), (None, Some(&b""[..])));
+        assert_eq!(changed.text(path), b"/path");
+        let copy = changed.clone();
+        assert_eq!((&copy, copy.text(path)), (&changed, &b"/path"[..]));
+        changed.retain(|_| false);
+        assert!(changed.is_empty() && changed.iter().next().is_none());
+        assert_eq!(changed.text(path), b"/path");
+    }
+
+    #[test]
+    fn maps_have_the_same_fields() {
+        let mut secret = fields(&[("a", "1"), ("b", "2"), ("a", "3")]);
+        secret.append(b"cookie", b"secret", true);
+        let map = HeaderMap::from(&secret);
+        assert!(map["cookie"].is_sensitive() && !map["b"].is_sensitive());
+        assert_eq!(map.get_all("a").iter().collect::<Vec<_>>(), ["1", "3"]);
+        let back = Fields::from(&map);
+        assert_eq!(back.len(), 4);
+        assert!(!format!("{back:?}").contains("secret\""));
     }
 }

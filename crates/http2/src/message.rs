@@ -321,7 +321,7 @@ pub(crate) fn write_trailers(encoder: &mut Encoder, fields: &Fields, out: &mut V
 }
 
 fn write_fields(encoder: &mut Encoder, fields: &Fields, out: &mut Vec<u8>) {
-    for (name, value, is_sensitive) in fields.entries() {
+    for (name, value, is_sensitive) in fields.with_sensitivity() {
         encoder.field(name, value, is_sensitive, out);
     }
 }

@@ -1,6 +1,9 @@
 //! The streams of a connection. A stream stays while it is open, has handles, or bytes that wait.
 
-use std::collections::VecDeque;
+use std::cell::Cell;
+use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
+use std::mem;
 use std::task::{Context, Waker};
 
 use bytes::{Bytes, BytesMut};
@@ -10,9 +13,6 @@ use crate::{Error, Fields};
 
 /// The maximum number of interim responses that wait for one stream's task. Further ones are dropped.
 const MAX_INTERIM: usize = 16;
-
-/// The number of places that a connection without streams keeps.
-const MAX_KEPT: usize = 8;
 
 /// The place of a stream, and the identifier that tells it from others at the same place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,75 +147,98 @@ impl Stream {
     }
 }
 
+thread_local! {
+    /// The memory of a connection that has no streams any more.
+    static SPARE: Cell<Streams> = Cell::default();
+}
+
 /// The streams of a connection, by place, and by identifier.
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
-    slots: Vec<Option<Stream>>,
+    slots: Vec<Option<(u32, Stream)>>,
     free: Vec<usize>,
-    /// In the order of the identifiers.
-    keys: VecDeque<Key>,
+    places: HashMap<u32, usize, BuildHasherDefault<IdHasher>>,
+}
+
+/// Spreads identifiers. A peer can choose some that meet, but few are there at a time.
+#[derive(Default)]
+pub(crate) struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u32((*byte).into()));
+    }
+
+    fn write_u32(&mut self, id: u32) {
+        self.0 = (self.0 ^ u64::from(id)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0 ^ self.0 >> 32
+    }
 }
 
 impl Streams {
     /// Adds a stream with a larger identifier than all before.
     pub fn insert(&mut self, id: u32, stream: Stream) -> Key {
-        let place = match self.free.pop() {
-            Some(place) => {
-                self.slots[place] = Some(stream);
-                place
-            }
-            None => {
-                self.slots.push(Some(stream));
-                self.slots.len() - 1
-            }
-        };
-        let key = Key { place, id };
-        self.keys.push_back(key);
-        key
+        if self.slots.capacity() == 0 {
+            *self = SPARE.take();
+        }
+        let place = self.free.pop().unwrap_or(self.slots.len());
+        match self.slots.get_mut(place) {
+            Some(slot) => *slot = Some((id, stream)),
+            None => self.slots.push(Some((id, stream))),
+        }
+        self.places.insert(id, place);
+        Key { place, id }
     }
 
     pub fn find(&self, id: u32) -> Option<Key> {
-        let at = self.keys.binary_search_by_key(&id, |key| key.id).ok()?;
-        Some(self.keys[at])
+        let place = *self.places.get(&id)?;
+        Some(Key { place, id })
     }
 
     /// The stream of a handle, or of a key that was just found.
     pub fn get(&mut self, key: Key) -> &mut Stream {
-        self.slots[key.place]
-            .as_mut()
-            .expect("a stream with handles stays, and no other has its place")
+        let slot = self.slots[key.place].as_mut();
+        let (_, stream) = slot.expect("a stream with handles stays, and no other has its place");
+        stream
     }
 
     /// Whether the stream is still there.
     pub fn has(&self, key: Key) -> bool {
-        self.find(key.id).is_some()
+        let slot = self.slots.get(key.place).and_then(Option::as_ref);
+        slot.is_some_and(|(id, _)| *id == key.id)
     }
 
     pub fn remove(&mut self, key: Key) {
-        if let Ok(at) = self.keys.binary_search_by_key(&key.id, |key| key.id) {
-            self.keys.remove(at);
+        if self.places.remove(&key.id).is_some() {
             self.slots[key.place] = None;
             self.free.push(key.place);
         }
-        // A quiet connection holds little for its past streams.
-        if self.keys.is_empty() && self.slots.len() > MAX_KEPT {
-            *self = Self::default();
+        // A quiet connection holds nothing for its past streams.
+        if self.places.is_empty() {
+            SPARE.set(mem::take(self));
         }
     }
 
-    pub fn keys(&self) -> impl Iterator<Item = Key> + use<> {
-        self.keys.clone().into_iter()
+    /// In any order.
+    pub fn keys(&self) -> Vec<Key> {
+        let key = |(place, slot): (usize, &Option<(u32, Stream)>)| {
+            slot.as_ref().map(|(id, _)| Key { place, id: *id })
+        };
+        self.slots.iter().enumerate().filter_map(key).collect()
     }
 
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Stream> {
-        self.slots.iter_mut().flatten()
+        self.slots.iter_mut().flatten().map(|(_, stream)| stream)
     }
 
     pub fn len(&self) -> usize {
-        self.keys.len()
+        self.places.len()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.keys.is_empty()
+        self.places.is_empty()
     }
 }

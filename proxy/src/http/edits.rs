@@ -114,8 +114,11 @@ impl<'a> Edits<'a> {
     }
 
     fn removes(&self, name: &[u8]) -> bool {
-        let is_own = |MeshField(own, _): MeshField<'_>| is_same_name(name, own.as_bytes());
-        self.own().any(is_own) || self.route().any(|edit| edit.removes(name))
+        let is = |own: &str| is_same_name(name, own.as_bytes());
+        self.own.iter().any(|MeshField(own, _)| is(own))
+            || self.policy.iter().any(|PolicyField(own, _)| is(own))
+            || self.trace.is_some() && is(TRACEPARENT)
+            || self.route().any(|edit| edit.removes(name))
     }
 
     /// The fields that are appended.

@@ -129,7 +129,9 @@ impl Connection {
             }
         }
         if change > 0 {
-            self.streams.keys().for_each(|key| self.enqueue(key));
+            for key in self.streams.keys() {
+                self.enqueue(key);
+            }
         }
         Ok(())
     }

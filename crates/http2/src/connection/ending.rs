@@ -56,7 +56,9 @@ impl Connection {
 
     /// Ends all streams after this one.
     pub(super) fn fail_streams(&mut self, error: &Error, last: u32) {
-        for key in self.streams.keys().filter(|key| key.id > last) {
+        let mut keys = self.streams.keys();
+        keys.retain(|key| key.id > last);
+        for key in keys {
             self.fail_stream(key, error);
         }
     }

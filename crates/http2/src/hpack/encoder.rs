@@ -213,6 +213,7 @@ fn string(text: &[u8], block: &mut Vec<u8>) {
 }
 
 /// Writes a representation and its integer (RFC 7541, section 5.1).
+#[inline]
 fn integer((first, bits): Representation, value: usize, block: &mut Vec<u8>) {
     let max = (1 << bits) - 1;
     if value < max {

@@ -16,7 +16,7 @@ use http::{Method, StatusCode};
 /// The size of a dynamic table at the beginning of a connection (RFC 9113, section 6.5.2).
 const DEFAULT_TABLE_SIZE: usize = 4096;
 /// The size of a field beyond its name and its value (RFC 7541, section 4.1).
-const FIELD_OVERHEAD: usize = 32;
+pub(crate) const FIELD_OVERHEAD: usize = 32;
 /// The maximum length of a name, as in the crate `http`.
 const MAX_NAME: usize = u16::MAX as usize;
 
