@@ -183,6 +183,8 @@ pub enum Kind {
     Start {
         /// Open connections after one request each.
         idle_connections: usize,
+        /// Their protocol.
+        protocol: Protocol,
     },
     /// Memory of destinations in a new proxy, then of others with routes and policies. Only our
     /// controller has them.
@@ -432,12 +434,22 @@ pub const CASES: &[Case] = &[
         title: "Start and memory, client side",
         kind: Kind::Start {
             idle_connections: 1000,
+            protocol: Protocol::Http1,
         },
         goals: &[
             (Metric::Ready, 20.0 / 133.0),
             (Metric::IdleMemory, 7.0 / 69.0),
             (Metric::IdleConnectionsMemory, 3.0 / 15.8),
         ],
+    },
+    Case {
+        name: "start-h2",
+        title: "Start and memory, client side, HTTP/2",
+        kind: Kind::Start {
+            idle_connections: 1000,
+            protocol: Protocol::Http2,
+        },
+        goals: &[],
     },
     Case {
         name: "destinations",

@@ -5,7 +5,7 @@ use std::{net::SocketAddr, time::Duration};
 use anyhow::{Context, Result, ensure};
 
 use crate::{
-    cases::{Case, Kind, Metric, Payload},
+    cases::{Case, Kind, Metric, Payload, Protocol},
     load::{self, Rate, Tally, Window},
     process::Meter,
     sides::{Destinations, Running},
@@ -24,7 +24,10 @@ type Cpu = Vec<Duration>;
 pub fn measure(case: &Case, running: &mut Running, window: Window) -> Result<Numbers> {
     running.ensure_running()?;
     let numbers = match case.kind {
-        Kind::Start { idle_connections } => start(running, idle_connections),
+        Kind::Start {
+            idle_connections,
+            protocol,
+        } => start(running, idle_connections, protocol),
         Kind::Destinations { number } => destinations(running, number),
         Kind::Tcp(payload) => tcp(running, window, payload),
         Kind::Latency { .. } | Kind::FirstAnswer { .. } => latency(case.kind, running, window),
@@ -40,12 +43,14 @@ pub fn measure(case: &Case, running: &mut Running, window: Window) -> Result<Num
 /// Generates only the load of a case, for profiling.
 pub fn load_only(case: &Case, running: &Running, window: Window) -> Result<()> {
     match case.kind {
-        Kind::Start { idle_connections } => {
+        Kind::Start {
+            idle_connections,
+            protocol,
+        } => {
             let (target, settle) = (running.http(), window.warm_up + window.length);
-            running
-                .pair
-                .client
-                .enter(|| load::idle_connections(idle_connections, target, settle, || Ok(())))
+            running.pair.client.enter(|| {
+                load::idle_connections(idle_connections, target, protocol, settle, || Ok(()))
+            })
         }
         Kind::Destinations { number } => running.pair.client.enter(|| {
             let all = [Destinations::Plain, Destinations::WithPolicy];
@@ -61,7 +66,7 @@ pub fn load_only(case: &Case, running: &Running, window: Window) -> Result<()> {
     }
 }
 
-fn start(running: &mut Running, connections: usize) -> Result<Numbers> {
+fn start(running: &mut Running, connections: usize, protocol: Protocol) -> Result<Numbers> {
     running.restart()?;
     let target = running.http();
     let client = running.pair.client.clone();
@@ -69,11 +74,16 @@ fn start(running: &mut Running, connections: usize) -> Result<Numbers> {
         return Ok(Vec::new());
     };
     let (ready, meter) = (proxies.ready, proxies.first()?.meter());
+    let resident_with = |connections| {
+        client.enter(|| {
+            load::idle_connections(connections, target, protocol, SETTLE_TIME, || {
+                meter.resident()
+            })
+        })
+    };
     // One extra connection: the idle figure includes one-time allocations.
-    let idle =
-        client.enter(|| load::idle_connections(1, target, SETTLE_TIME, || meter.resident()))?;
-    let more = client
-        .enter(|| load::idle_connections(connections, target, SETTLE_TIME, || meter.resident()))?;
+    let idle = resident_with(1)?;
+    let more = resident_with(connections)?;
     Ok(vec![
         (Metric::Ready, ready.as_secs_f64() * 1e3),
         (Metric::IdleMemory, megabytes(idle)),
@@ -96,7 +106,7 @@ fn destinations(running: &mut Running, number: u16) -> Result<Numbers> {
         client.enter(|| {
             let last = targets.pop().context("a case has destinations")?;
             targets.into_iter().try_for_each(load::one_request)?;
-            load::idle_connections(1, last, SETTLE_TIME, || meter.resident())
+            load::idle_connections(1, last, Protocol::Http1, SETTLE_TIME, || meter.resident())
         })
     };
     let idle = resident_after(vec![target])?;

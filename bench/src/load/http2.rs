@@ -56,41 +56,79 @@ pub(super) async fn requests(
     streams: usize,
     request: Request,
 ) -> Result<Infallible> {
-    let mut stream = TcpStream::connect(target)
-        .await
-        .with_context(|| format!("connect to {target}"))?;
-    stream.set_nodelay(true).context("set TCP_NODELAY")?;
-    let mut client = Client {
-        session: Session::new(MESSAGE.len()),
-        request,
-        next: 1,
-        bodies: HashMap::new(),
-        selected: streams,
-    };
-    let mut output = PREFACE.to_vec();
-    client.session.send_settings(&mut output);
-    let mut input = Vec::with_capacity(64 * 1024);
+    let mut connection = Connection::open(target, streams, request).await?;
     loop {
-        stream.write_all(&output).await.context("send requests")?;
-        output.clear();
-        let read = stream
-            .read_buf(&mut input)
+        let completed = connection.step().await?;
+        counter.set(counter.get() + completed);
+        connection.client.send(&mut connection.output)?;
+    }
+}
+
+/// A connection with requests in flight.
+pub(super) struct Connection {
+    stream: TcpStream,
+    client: Client,
+    input: Vec<u8>,
+    output: Vec<u8>,
+}
+
+impl Connection {
+    async fn open(target: SocketAddr, streams: usize, request: Request) -> Result<Self> {
+        let stream = TcpStream::connect(target)
+            .await
+            .with_context(|| format!("connect to {target}"))?;
+        stream.set_nodelay(true).context("set TCP_NODELAY")?;
+        let client = Client {
+            session: Session::new(MESSAGE.len()),
+            request,
+            next: 1,
+            bodies: HashMap::new(),
+            selected: streams,
+        };
+        let mut output = PREFACE.to_vec();
+        client.session.send_settings(&mut output);
+        Ok(Self {
+            stream,
+            client,
+            input: Vec::with_capacity(64 * 1024),
+            output,
+        })
+    }
+
+    /// A connection after one request.
+    pub async fn after_one_request(target: SocketAddr) -> Result<Self> {
+        let mut connection = Self::open(target, 1, Request::Get).await?;
+        while connection.step().await? == 0 {
+            connection.client.send(&mut connection.output)?;
+        }
+        connection.input = Vec::new();
+        Ok(connection)
+    }
+
+    /// Writes, and reads once. Returns the number of completed requests.
+    async fn step(&mut self) -> Result<u64> {
+        self.stream
+            .write_all(&self.output)
+            .await
+            .context("send requests")?;
+        self.output.clear();
+        let read = self
+            .stream
+            .read_buf(&mut self.input)
             .await
             .context("read responses")?;
         ensure!(
             read > 0,
             "connection closed with {} requests in flight",
-            client.bodies.len()
+            self.client.bodies.len()
         );
-        let mut taken = 0;
-        while let Some((frame, length)) = Frame::parse(&input[taken..]) {
-            if client.receive(&frame, &mut output)? {
-                counter.set(counter.get() + 1);
-            }
+        let (mut taken, mut completed) = (0, 0);
+        while let Some((frame, length)) = Frame::parse(&self.input[taken..]) {
+            completed += u64::from(self.client.receive(&frame, &mut self.output)?);
             taken += length;
         }
-        input.drain(..taken);
-        client.send(&mut output)?;
+        self.input.drain(..taken);
+        Ok(completed)
     }
 }
 

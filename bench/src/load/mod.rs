@@ -91,20 +91,29 @@ pub fn new_connections<T>(
 pub fn idle_connections<T>(
     number: usize,
     target: SocketAddr,
+    protocol: Protocol,
     settle: Duration,
     probe: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
     runtime()?.block_on(async {
-        let mut open = Vec::with_capacity(number);
+        let (mut http1, mut http2) = (Vec::new(), Vec::new());
         for position in 0..number {
-            let connection = http1::Connection::open(target).await;
-            let mut connection =
-                connection.with_context(|| format!("connection {} of {number}", position + 1))?;
-            connection
-                .request()
+            let opened = async {
+                match protocol {
+                    Protocol::Http1 => {
+                        let mut connection = http1::Connection::open(target).await?;
+                        connection.request().await?;
+                        http1.push(connection);
+                    }
+                    Protocol::Http2 | Protocol::Grpc => {
+                        http2.push(http2::Connection::after_one_request(target).await?);
+                    }
+                }
+                anyhow::Ok(())
+            };
+            opened
                 .await
                 .with_context(|| format!("connection {} of {number}", position + 1))?;
-            open.push(connection);
         }
         sleep(settle).await;
         probe()
@@ -113,7 +122,7 @@ pub fn idle_connections<T>(
 
 /// Sends one request on a new connection.
 pub fn one_request(target: SocketAddr) -> Result<()> {
-    idle_connections(1, target, Duration::ZERO, || Ok(()))
+    idle_connections(1, target, Protocol::Http1, Duration::ZERO, || Ok(()))
 }
 
 pub(crate) fn runtime() -> Result<runtime::Runtime> {
