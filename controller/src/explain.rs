@@ -46,7 +46,7 @@ pub fn index(objects: &[Value], mesh: &str, trust_domain: &str) -> (Index, Vec<S
     let (mut index, mut touched) = (Index::of_mesh(mesh), Touched::default());
     let mut problems = Vec::new();
     for object in objects {
-        match catalog::parse(&object.to_string(), trust_domain) {
+        match catalog::parse_object(object, trust_domain) {
             Ok(mut parsed) => {
                 for object in parsed.objects {
                     // Others are not written by hand, and a cluster may be of a later release.

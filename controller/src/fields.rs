@@ -1,12 +1,14 @@
-//! Reads fields of objects: which ones are unknown, which one is wrong, and durations. Pure.
+//! Reads the JSON text of objects: their fields, which ones are unknown, which one is wrong, and
+//! durations. A section that is judged on its own stays text until then. Pure.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};
 use serde_ignored::Path;
 use serde_json::Value;
+use serde_json::value::RawValue;
 
 use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
@@ -15,11 +17,36 @@ use crate::routes::parse::{not, shortened, unsupported};
 /// The annotation in which `kubectl apply` keeps the object that it has sent.
 pub const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
+/// The text of a field that an object does not have.
+pub(crate) const NULL: &str = "null";
+
+/// The fields of a JSON object. Any other value has none.
+pub(crate) fn fields(json: &str) -> BTreeMap<String, &RawValue> {
+    serde_json::from_str(json).unwrap_or_default()
+}
+
+/// The text of a field of a JSON object.
+pub(crate) fn field<'a>(json: &'a str, name: &str) -> &'a str {
+    fields(json).get(name).map_or(NULL, |value| value.get())
+}
+
+/// The items of a JSON list. Any other value has none.
+pub(crate) fn items(json: &str) -> Vec<&RawValue> {
+    serde_json::from_str(json).unwrap_or_default()
+}
+
+/// The value of a JSON string.
+pub(crate) fn string(json: &str) -> Option<String> {
+    serde_json::from_str(json).ok()
+}
+
 /// The fields of a spec that `kubectl apply` has sent, by its annotation, and the API server has
-/// not stored. It drops fields that a kind does not have, such as misspelt ones.
-pub fn dropped(last_applied: &str, spec: &Value) -> Vec<String> {
-    let applied: Value = serde_json::from_str(last_applied).unwrap_or_default();
-    let lost = lost(&applied["spec"], spec, any_item).into_iter();
+/// not stored. It drops fields that a kind does not have, such as misspelt ones. The two specs are
+/// compared as trees of values.
+pub fn dropped(last_applied: &str, spec: &str) -> Vec<String> {
+    let tree = |json| serde_json::from_str::<Value>(json).unwrap_or_default();
+    let lost = lost(&tree(field(last_applied, "spec")), &tree(spec), any_item);
+    let lost = lost.into_iter();
     lost.map(|path| format!("spec.{path}")).collect()
 }
 
@@ -78,6 +105,17 @@ fn walk(value: &Value, path: &str, item: Item, visit: &mut dyn FnMut(&str) -> bo
     }
 }
 
+/// The path of the first null in a JSON text.
+pub(crate) fn null(json: &str) -> Option<String> {
+    let (mut is_string, mut is_escaped) = (false, false);
+    let before = json.bytes().position(|byte| {
+        is_string ^= byte == b'"' && !is_escaped;
+        is_escaped = is_string && byte == b'\\' && !is_escaped;
+        byte == b'n' && !is_string
+    });
+    before.map(|length| path_at(json, length))
+}
+
 /// The path of the field that the first bytes of a JSON text end in.
 pub(crate) fn path_at(json: &str, length: usize) -> String {
     enum Inside {
@@ -126,29 +164,31 @@ pub(crate) fn path_at(json: &str, length: usize) -> String {
     path
 }
 
-/// Reads the field `at`. A field in it that its type does not have could change what it means.
-pub(crate) fn read_known<T: DeserializeOwned>(value: &Value, at: &str) -> Result<T, Rejection> {
-    let (read, unknown) = with_unknown_fields::<T>(value);
+/// Reads the text of the field `at`. A field in it that its type does not have could change what it
+/// means.
+pub(crate) fn read_known<T: DeserializeOwned>(json: &str, at: &str) -> Result<T, Rejection> {
+    let (read, unknown) = with_unknown_fields::<T>(json);
     match unknown.first() {
         Some(name) => Err(invalid(at, name, "unknown field")),
         None => read.map_err(|(path, error)| invalid(at, &path, error)),
     }
 }
 
-/// Reads the field `at`, whatever other fields are in it.
-pub(crate) fn read<'a, T: Deserialize<'a>>(value: &'a Value, at: &str) -> Result<T, Rejection> {
-    let (read, _) = with_unknown_fields(value);
+/// Reads the text of the field `at`, whatever other fields are in it.
+pub(crate) fn read<'a, T: Deserialize<'a>>(json: &'a str, at: &str) -> Result<T, Rejection> {
+    let (read, _) = with_unknown_fields(json);
     read.map_err(|(path, error)| invalid(at, &path, error))
 }
 
 fn invalid(at: &str, path: &str, error: impl Display) -> Rejection {
-    let dot = if path.is_empty() || path.starts_with('[') {
-        ""
-    } else {
-        "."
-    };
-    let message = format!("{at}{dot}{path}: {error}");
+    let message = format!("{}: {error}", within(at, path));
     Rejection::new(UNSUPPORTED_VALUE, shortened(&message))
+}
+
+/// The path of a field within another.
+pub(crate) fn within(at: &str, path: &str) -> String {
+    let is_direct = path.is_empty() || path.starts_with('[');
+    format!("{at}{}{path}", if is_direct { "" } else { "." })
 }
 
 /// A duration in milliseconds. Its text has the format of GEP-2257.
@@ -219,20 +259,30 @@ fn named<T: Copy>(text: &str, values: &[(&str, T)]) -> Result<T, String> {
     })
 }
 
-/// Reads a value, or tells the path of a field that cannot be read, with the error; and the paths of
-/// the fields that its type does not have.
+/// Reads a JSON text, or tells the path of a field that cannot be read, with the reason; and the
+/// paths of the fields that its type does not have. The callback has one type, so that each type of
+/// a field is compiled once.
 pub(crate) fn with_unknown_fields<'a, T: Deserialize<'a>>(
-    value: &'a Value,
-) -> (Result<T, (String, serde_json::Error)>, Vec<String>) {
+    json: &'a str,
+) -> (Result<T, (String, String)>, Vec<String>) {
     let mut unknown = Vec::new();
-    let mut note = |path: Path<'_>| unknown.push(text(&path));
-    let document = serde_ignored::Deserializer::new(value, &mut note);
+    let mut note: &mut dyn FnMut(Path<'_>) = &mut |path| unknown.push(text(&path));
+    let mut document = serde_json::Deserializer::from_str(json);
+    let document = serde_ignored::Deserializer::new(&mut document, &mut note);
     let read = serde_path_to_error::deserialize(document).map_err(|error| {
         let path = error.path().to_string();
         let path = if path == "." { String::new() } else { path };
-        (path, error.into_inner())
+        (path, reason(error.inner()))
     });
     (read, unknown)
+}
+
+/// The message of an error, without the position in the text, which nobody has written.
+pub(crate) fn reason(error: &serde_json::Error) -> String {
+    let message = error.to_string();
+    let position = format!(" at line {} column {}", error.line(), error.column());
+    let reason = message.strip_suffix(&position).unwrap_or(&message);
+    reason.to_owned()
 }
 
 /// A path such as `spec.rules[0].name`.
@@ -276,12 +326,40 @@ mod tests {
     }
 
     #[test]
+    fn sections_stay_text_and_others_are_read_with_paths() {
+        #[derive(Debug, Deserialize)]
+        struct Spec {
+            sections: Vec<Box<RawValue>>,
+            #[allow(dead_code)]
+            port: u16,
+        }
+        let text = r#"{"sections":[{"a": 1e2}, null, "x"],"prot":1,"port":80}"#;
+        let (read, unknown) = with_unknown_fields::<Spec>(text);
+        let sections = read.unwrap().sections;
+        let sections: Vec<&str> = sections.iter().map(|one| one.get()).collect();
+        assert_eq!(sections, [r#"{"a": 1e2}"#, "null", r#""x""#]);
+        assert_eq!(unknown, ["prot"]);
+        let (read, _) = with_unknown_fields::<Spec>(r#"{"sections":[],"port":"at line 1"}"#);
+        let reason = "invalid type: string \"at line 1\", expected u16";
+        assert_eq!(read.unwrap_err(), ("port".to_owned(), reason.to_owned()));
+    }
+
+    #[test]
+    fn null_is_found_outside_of_texts() {
+        let json = r#"{"null":["null","\\",{"a\"null":"\"n","b":[1,null]}],"c":null}"#;
+        assert_eq!(null(json).as_deref(), Some("null[2].b[1]"));
+        assert_eq!(null("null").as_deref(), Some(""));
+        let without = json.replace(",null", "").replace(":null", ":true");
+        assert_eq!(null(&without), None);
+    }
+
+    #[test]
     fn fields_in_a_lost_one_cost_nothing() {
         // An annotation has up to 256 KiB. The paths of these fields would have 4 GB.
         let inner: serde_json::Map<_, _> =
             (0..30_000).map(|at| (at.to_string(), 1.into())).collect();
         let applied = json!({"spec": {"x".repeat(128 * 1024): inner}}).to_string();
-        let lost = dropped(&applied, &json!({}));
+        let lost = dropped(&applied, "{}");
         assert_eq!(lost, [format!("spec.{}", "x".repeat(128 * 1024))]);
     }
 

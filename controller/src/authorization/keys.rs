@@ -11,6 +11,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::fields::field;
 use crate::index::object::Key;
 use crate::routes::Condition;
 
@@ -82,8 +83,8 @@ pub struct Fetched {
 }
 
 /// The entries in the status of a policy.
-pub fn entries(status: &Value) -> Vec<Entry> {
-    serde_json::from_value(status["issuers"].clone()).unwrap_or_default()
+pub fn entries(status: &str) -> Vec<Entry> {
+    serde_json::from_str(field(status, "issuers")).unwrap_or_default()
 }
 
 /// The condition of a policy with such keys.
@@ -113,7 +114,7 @@ pub fn condition(fetched: &[Fetched]) -> Option<Condition> {
 
 /// `status.issuers` with the entries that were fetched since. `None`: there is nothing to change.
 pub fn merge(desired: &[(Source, Entry)], status: &Value) -> Option<Value> {
-    let before = entries(status);
+    let before = entries(&status.to_string());
     let merged = desired.iter().map(|(source, fetched)| {
         let source = source.to_string();
         let known = before.iter().find(|known| known.source == source);

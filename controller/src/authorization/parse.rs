@@ -22,7 +22,6 @@ use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::policy::Violation;
 use proto::authorization_policy::Action;
 use proto::authorization_source::Kind as SourceKind;
-use serde_json::Value;
 
 use super::keys::{self, Entry};
 use super::spec::{AuthorizationPolicySpec, Destination, Rule, Selector, Source};
@@ -30,7 +29,7 @@ use super::{
     AuthorizationPolicy, Direction, Effect, INVALID, MAX_BYTES, Mode, Rules, TOO_LARGE, Target,
     name,
 };
-use crate::fields::{one_of, read_known};
+use crate::fields::{field, fields, null, one_of, read_known, string, within};
 use crate::index::object::Key;
 use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
@@ -43,8 +42,8 @@ use targets::targets;
 const MAX_REQUESTS: usize = 16;
 
 /// Parses a policy. Service accounts are of the trust domain. The status has keys of issuers.
-pub fn policy(meta: Meta, spec: &Value, status: &Value, trust_domain: &str) -> AuthorizationPolicy {
-    let targets = targets(&meta.key, &spec["targetRefs"]);
+pub fn policy(meta: Meta, spec: &str, status: &str, trust_domain: &str) -> AuthorizationPolicy {
+    let targets = targets(&meta.key, field(spec, "targetRefs"));
     let directions = directions(spec);
     let reader = Reader {
         key: &meta.key,
@@ -56,10 +55,9 @@ pub fn policy(meta: Meta, spec: &Value, status: &Value, trust_domain: &str) -> A
         Ok(targets) => read(spec).and_then(|spec| reader.effect(spec, targets)),
         Err(rejection) => Err(rejection.clone()),
     };
-    let mode = if spec["mode"] == "Audit" {
-        Mode::Audit
-    } else {
-        Mode::Enforce
+    let mode = match string(field(spec, "mode")).as_deref() {
+        Some("Audit") => Mode::Audit,
+        _ => Mode::Enforce,
     };
     let effect = effect.map_err(|rejection| {
         let reason = match rejection.reason {
@@ -88,37 +86,24 @@ pub(crate) fn denying_all(meta: Meta, rejection: Rejection) -> AuthorizationPoli
     )
 }
 
-fn directions(spec: &Value) -> &'static [Direction] {
-    let direction = spec.as_object().map(|spec| spec.get("direction"));
-    match direction.map(|direction| direction.map(Value::as_str)) {
-        Some(None | Some(Some("Inbound"))) => &[Direction::Inbound],
-        Some(Some(Some("Outbound"))) => &[Direction::Outbound],
+fn directions(spec: &str) -> &'static [Direction] {
+    let sections = fields(spec);
+    let direction = sections.get("direction").map(|text| string(text.get()));
+    match direction.as_ref().map(Option::as_deref) {
+        None if spec.starts_with('{') => &[Direction::Inbound],
+        Some(Some("Inbound")) => &[Direction::Inbound],
+        Some(Some("Outbound")) => &[Direction::Outbound],
         _ => &Direction::ALL,
     }
 }
 
 /// Reads a spec. An absent field differs from an empty one, and `null` is neither.
-fn read(spec: &Value) -> Result<AuthorizationPolicySpec, Rejection> {
-    if let Some(field) = null(spec, "spec") {
+fn read(spec: &str) -> Result<AuthorizationPolicySpec, Rejection> {
+    if let Some(path) = null(spec) {
+        let field = within("spec", &path);
         return Err(invalid(format!("{field}: null is no value")));
     }
     read_known(spec, "spec")
-}
-
-/// The path of a null value.
-fn null(value: &Value, path: &str) -> Option<String> {
-    match value {
-        Value::Null => Some(path.to_owned()),
-        Value::Array(items) => {
-            let mut items = items.iter().enumerate();
-            items.find_map(|(at, item)| null(item, &format!("{path}[{at}]")))
-        }
-        Value::Object(fields) => {
-            let mut fields = fields.iter();
-            fields.find_map(|(name, field)| null(field, &format!("{path}.{name}")))
-        }
-        _ => None,
-    }
 }
 
 /// A violation below a field of the spec.

@@ -8,11 +8,14 @@
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 use super::spec::Selector;
 use super::{AuthorizationPolicy, Direction, INVALID, Mode, Target, parse};
 use crate::checked::Checked;
+use crate::fields::{NULL, read};
 use crate::index::object::{Key, Kind};
 use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
@@ -73,7 +76,7 @@ pub struct TcpSpec {
 #[serde(default)]
 struct TcpMatch {
     #[serde(rename = "name")]
-    _name: Value,
+    _name: Box<RawValue>,
     ports: Vec<u16>,
 }
 
@@ -100,9 +103,8 @@ pub fn id(policy: &Key) -> (Kind, Key) {
 }
 
 /// Parses a TrafficTarget.
-pub fn target(meta: Meta, spec: &Value, trust_domain: &str) -> TrafficTarget {
-    let spec = TargetSpec::deserialize(spec).map_err(|error| invalid(&format!("spec: {error}")));
-    let spec = spec.map(|spec| {
+pub fn target(meta: Meta, spec: &str, trust_domain: &str) -> TrafficTarget {
+    let spec = spec_of(spec).map(|spec: TargetSpec| {
         let trust_domain = trust_domain.to_owned();
         Box::new(TargetSpec {
             trust_domain,
@@ -113,9 +115,13 @@ pub fn target(meta: Meta, spec: &Value, trust_domain: &str) -> TrafficTarget {
 }
 
 /// Parses a TCPRoute.
-pub fn tcp(meta: Meta, spec: &Value) -> TcpGroup {
-    let spec = TcpSpec::deserialize(spec).map_err(|error| invalid(&format!("spec: {error}")));
-    TcpGroup::new(meta, vec![], spec.map(|spec| spec.matches.ports))
+pub fn tcp(meta: Meta, spec: &str) -> TcpGroup {
+    let ports = spec_of(spec).map(|spec: TcpSpec| spec.matches.ports);
+    TcpGroup::new(meta, vec![], ports)
+}
+
+fn spec_of<T: DeserializeOwned>(spec: &str) -> Result<T, Rejection> {
+    read(spec, "spec").map_err(|rejection| invalid(&rejection.message))
 }
 
 /// Denies the calls of a target.
@@ -168,7 +174,7 @@ impl TrafficTarget {
         let rules = self.converted(spec, groups, &mut problems);
         let target = json!({"kind": "ServiceAccount", "name": to.name});
         let converted = json!({"targetRefs": [target], "action": "ALLOW", "rules": rules});
-        let mut policy = parse::policy(meta, &converted, &Value::Null, &spec.trust_domain);
+        let mut policy = parse::policy(meta, &converted.to_string(), NULL, &spec.trust_domain);
         if policy.invalid.is_none() && !problems.is_empty() {
             let message = shortened(&format!("{}: nothing matches", problems.join("; ")));
             policy.invalid = Some(Rejection {

@@ -26,8 +26,9 @@ pub(crate) fn policy_with(
     status: &Value,
 ) -> AuthorizationPolicy {
     let key = Key::new(namespace, name);
-    let meta = Meta::new(Kind::Authorization, key, 0, ("", 1), spec);
-    parse::policy(meta, spec, status, "cluster.local")
+    let (spec, status) = (spec.to_string(), status.to_string());
+    let meta = Meta::new(Kind::Authorization, key, 0, ("", 1), &spec);
+    parse::policy(meta, &spec, &status, "cluster.local")
 }
 
 /// The message of a policy in `shop`, without its name.

@@ -25,7 +25,7 @@ use crate::index::object::Kind;
 
 /// The optional fields of a kind that its definition lacks in the version that the mesh reads.
 pub fn lacking_fields(kind: Kind, definition: &Value) -> Vec<&'static str> {
-    let spec = Spec::deserialize(&definition["spec"]).unwrap_or_default();
+    let spec = Spec::of(definition);
     match spec.version(kind) {
         Some((_, version)) => version.lacking(kind),
         None => kind.row().optional_fields.to_vec(),
@@ -34,7 +34,7 @@ pub fn lacking_fields(kind: Kind, definition: &Value) -> Vec<&'static str> {
 
 /// Why the mesh does not read an installed kind, if its definition serves no version that it knows.
 pub fn unsupported(kind: Kind, definition: &Value) -> Option<String> {
-    let spec = Spec::deserialize(&definition["spec"]).unwrap_or_default();
+    let spec = Spec::of(definition);
     match spec.version(kind) {
         Some(_) => None,
         None => Some(Installed::Unsupported(spec.served_names()).describe(kind)),
@@ -242,6 +242,11 @@ struct Spec {
 }
 
 impl Spec {
+    /// The spec of a definition.
+    fn of(definition: &Value) -> Spec {
+        serde_json::from_str(&definition["spec"].to_string()).unwrap_or_default()
+    }
+
     /// The version that the mesh reads.
     fn version(&self, kind: Kind) -> Option<(ApiResource, &Version)> {
         resources(kind).into_iter().find_map(|resource| {

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::resources::{self, resource};
-use crate::fields::{lost, nth_item, path_at};
+use crate::fields::{lost, nth_item, path_at, reason};
 use crate::index::object::{Kind, Object};
 
 /// An error in a file, with its position.
@@ -63,32 +63,24 @@ pub fn parse(text: &str, trust_domain: &str) -> Result<Parsed, ManifestError> {
         })?;
         let object = serde_json::to_value(object).map_err(|error| within(error.to_string()))?;
         // A document with comments only is null.
-        if object.is_null() {
-            continue;
-        }
-        let (version, kind) = (text_of(&object, "apiVersion"), text_of(&object, "kind"));
-        let Some(kind) = kind.filter(|kind| !kind.is_empty()) else {
-            let reason = "it has no kind; every object needs apiVersion and kind";
-            return Err(within(reason.to_owned()));
-        };
-        match kind.strip_suffix("List") {
-            Some(kind) if version == Some("v1") => {
-                let items = object["items"].as_array().into_iter().flatten();
-                for (position, item) in items.enumerate() {
-                    // The items of a `PodList` need no kind; a `List` has items of any kind.
-                    let version = text_of(item, "apiVersion").unwrap_or("v1");
-                    let kind = text_of(item, "kind").unwrap_or(kind);
-                    let added = parsed.add(version, kind, item, trust_domain);
-                    added.map_err(|reason| within(format!("items[{position}]: {reason}")))?;
-                }
-            }
-            _ => {
-                let added = parsed.add(version.unwrap_or_default(), kind, &object, trust_domain);
-                added.map_err(within)?;
-            }
+        if !object.is_null() {
+            let added = parsed.add_all(&object, trust_domain);
+            added.map_err(within)?;
         }
     }
     Ok(parsed)
+}
+
+/// Parses an object, or a List. Identities are in the trust domain.
+pub fn parse_object(object: &Value, trust_domain: &str) -> Result<Parsed, ManifestError> {
+    let mut parsed = Parsed::default();
+    match parsed.add_all(object, trust_domain) {
+        Ok(()) => Ok(parsed),
+        Err(reason) => Err(ManifestError::In {
+            document: 1,
+            reason,
+        }),
+    }
 }
 
 fn text_of<'a>(object: &'a Value, field: &str) -> Option<&'a str> {
@@ -96,6 +88,26 @@ fn text_of<'a>(object: &'a Value, field: &str) -> Option<&'a str> {
 }
 
 impl Parsed {
+    /// Adds an object, or the objects of a List.
+    fn add_all(&mut self, object: &Value, trust_domain: &str) -> Result<(), String> {
+        let (version, kind) = (text_of(object, "apiVersion"), text_of(object, "kind"));
+        let Some(kind) = kind.filter(|kind| !kind.is_empty()) else {
+            return Err("it has no kind; every object needs apiVersion and kind".to_owned());
+        };
+        let Some(kind) = kind.strip_suffix("List").filter(|_| version == Some("v1")) else {
+            return self.add(version.unwrap_or_default(), kind, object, trust_domain);
+        };
+        let items = object["items"].as_array().into_iter().flatten();
+        for (position, item) in items.enumerate() {
+            // The items of a `PodList` need no kind; a `List` has items of any kind.
+            let version = text_of(item, "apiVersion").unwrap_or("v1");
+            let kind = text_of(item, "kind").unwrap_or(kind);
+            let added = self.add(version, kind, item, trust_domain);
+            added.map_err(|reason| format!("items[{position}]: {reason}"))?;
+        }
+        Ok(())
+    }
+
     /// Adds an object, unless its kind is not part of the catalog. The catalog reads its JSON as it
     /// reads a response of the API server.
     fn add(
@@ -122,7 +134,7 @@ impl Parsed {
             Kind::Pod => unknown_fields::<Pod>(object, &json),
             Kind::Node => unknown_fields::<Node>(object, &json),
             _ => unknown_fields::<DynamicObject>(object, &json).map(|mut unknown| {
-                unknown.extend(resources::unknown_fields(kind, object));
+                unknown.extend(resources::unknown_fields(kind, &json));
                 unknown
             }),
         };
@@ -150,7 +162,7 @@ where
 {
     let read: T = serde_json::from_str(json).map_err(|error| {
         let path = path_at(json, error.column());
-        format!("{path}: {}", without_position(&error))
+        format!("{path}: {}", reason(&error))
     })?;
     let known = serde_json::to_value(&read).map_err(|error| error.to_string())?;
     Ok(lost(object, &known, nth_item))

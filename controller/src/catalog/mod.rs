@@ -19,6 +19,6 @@ mod slim;
 pub(crate) mod testing;
 mod watch;
 
-pub use manifest::parse;
+pub use manifest::{parse, parse_object};
 pub(crate) use resources::resource;
 pub use resources::resources;

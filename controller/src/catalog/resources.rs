@@ -14,7 +14,6 @@ use std::sync::Arc;
 use kube::core::{ApiResource, GroupVersionKind};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::convert::{self, ConvertError, created, key};
@@ -22,7 +21,7 @@ use super::slim::{Applied, Custom, Metadata, References};
 use crate::authorization::smi::{TargetSpec, TcpSpec, target, tcp};
 use crate::authorization::spec::AuthorizationPolicySpec;
 use crate::authorization::{self, TOO_LARGE};
-use crate::fields::{dropped, with_unknown_fields};
+use crate::fields::{self, NULL, dropped, field, with_unknown_fields};
 use crate::index::object::{Key, Kind, Object};
 use crate::policy::spec::TrafficPolicySpec;
 use crate::policy::{self, Policy};
@@ -36,8 +35,8 @@ use crate::routes::spec::{
     BackendSpec, GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch,
 };
 
-/// The maximum length of the JSON of a custom resource. Nothing of a longer one applies: a tree of
-/// values takes up to 30 times its length. Objects of other kinds apply at any length, and only
+/// The maximum length of the JSON of a custom resource. Nothing of a longer one applies: the trees of
+/// values that show its dropped fields take up to 30 times their length. Objects of other kinds apply at any length, and only
 /// their known fields are read: connections to an unknown pod or Service would be plaintext.
 pub const MAX_OBJECT_BYTES: usize = 1024 * 1024;
 
@@ -85,7 +84,7 @@ fn last_applied(json: &str) -> Option<Cow<'_, str>> {
 }
 
 /// A description of the fields that the API server has dropped.
-fn describe_dropped(last_applied: &str, spec: &Value) -> Option<Arc<String>> {
+fn describe_dropped(last_applied: &str, spec: &str) -> Option<Arc<String>> {
     let fields = dropped(last_applied, spec);
     let first = fields[..fields.len().min(MAX_DROPPED)].join(", ");
     let text = shortened(&format!(
@@ -98,16 +97,16 @@ pub(super) fn parse<'a, T: Deserialize<'a>>(json: &'a str) -> Result<T, ConvertE
     serde_json::from_str(json).map_err(|error| ConvertError(error.to_string()))
 }
 
-/// A custom resource. At most two trees of values are in memory for each thread: the tree of the
-/// last applied object is at most as long as annotations.
+/// A custom resource. Its spec is read from its text. At most two trees of values are in memory for
+/// each thread, to find dropped fields: the tree of the last applied spec is at most as long as
+/// annotations.
 fn custom(
     kind: Kind,
     object: &Custom<'_>,
     last_applied: Option<&str>,
     trust_domain: &str,
 ) -> Result<Object, ConvertError> {
-    let value = |raw: Option<&RawValue>| raw.map_or(Ok(Value::Null), |raw| parse(raw.get()));
-    let spec = &value(object.spec)?;
+    let spec = object.spec.map_or(NULL, RawValue::get);
     let meta = Meta {
         dropped: last_applied.and_then(|text| describe_dropped(text, spec)),
         ..meta(kind, &object.metadata, spec)?
@@ -121,8 +120,8 @@ fn custom(
             Ok(Object::Backend(backend(meta, spec, trust_domain)))
         }
         Kind::Authorization => {
-            let status = value(object.status)?;
-            let policy = authorization::parse::policy(meta, spec, &status, trust_domain);
+            let status = object.status.map_or(NULL, RawValue::get);
+            let policy = authorization::parse::policy(meta, spec, status, trust_domain);
             Ok(Object::Authorization(policy))
         }
         Kind::TrafficSplit => smi::split(meta, spec).map(Object::Split),
@@ -135,7 +134,7 @@ fn custom(
     object.map_err(ConvertError)
 }
 
-fn meta(kind: Kind, metadata: &Metadata, spec: &Value) -> Result<Meta, ConvertError> {
+fn meta(kind: Kind, metadata: &Metadata, spec: &str) -> Result<Meta, ConvertError> {
     let uid = metadata.uid.as_deref().unwrap_or_default();
     let state = (uid, metadata.generation.unwrap_or_default());
     Ok(Meta::new(
@@ -155,7 +154,7 @@ fn too_large(kind: Kind, json: &str) -> Result<Object, ConvertError> {
         json.len()
     );
     let object: References = parse(json)?;
-    let meta = meta(kind, &object.metadata, &Value::Null)?;
+    let meta = meta(kind, &object.metadata, NULL)?;
     let rejection = || Rejection::new(TOO_LARGE, message.clone());
     Ok(match kind {
         Kind::Authorization => {
@@ -187,9 +186,9 @@ fn references(list: Option<Vec<Box<RawValue>>>) -> Vec<ParentReference> {
     references
 }
 
-/// The paths of the unknown fields of a custom resource.
-pub(super) fn unknown_fields(kind: Kind, object: &Value) -> Vec<String> {
-    let spec = &object["spec"];
+/// The paths of the unknown fields of the JSON text of a custom resource.
+pub(super) fn unknown_fields(kind: Kind, json: &str) -> Vec<String> {
+    let spec = field(json, "spec");
     let of_spec = match kind {
         Kind::HttpRoute => unknown::<RouteSpec<Rule<HttpMatch>>>(spec),
         Kind::GrpcRoute => unknown::<RouteSpec<Rule<GrpcMatch>>>(spec),
@@ -205,20 +204,19 @@ pub(super) fn unknown_fields(kind: Kind, object: &Value) -> Vec<String> {
         Kind::Service | Kind::Slice | Kind::Pod | Kind::Node | Kind::Mesh => Vec::new(),
     };
     let known = ["apiVersion", "kind", "metadata", "spec"];
-    let sections = object.as_object().into_iter().flatten();
-    let others = sections.filter(|(name, _)| !known.contains(&name.as_str()));
-    let others = others.map(|(name, _)| name.clone());
+    let sections = fields::fields(json).into_keys();
+    let others = sections.filter(|name| !known.contains(&name.as_str()));
     let of_spec = of_spec.into_iter().map(|field| format!("spec.{field}"));
     others.chain(of_spec).collect()
 }
 
 /// The unknown fields of a spec. An error is a condition of the object, or an error of its conversion.
-fn unknown<T: DeserializeOwned>(spec: &Value) -> Vec<String> {
+fn unknown<T: DeserializeOwned>(spec: &str) -> Vec<String> {
     with_unknown_fields::<T>(spec).1
 }
 
-fn grant(key: Key, spec: &Value) -> Result<Grant, String> {
-    let spec = GrantSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
+fn grant(key: Key, spec: &str) -> Result<Grant, String> {
+    let spec: GrantSpec = fields::read(spec, "spec").map_err(|one| one.message)?;
     let from = spec.from.into_iter().filter_map(|from| {
         let is_kind = |kind: &Kind| (kind.row().group, kind.name()) == (&*from.group, &*from.kind);
         let kind = Kind::routes().find(is_kind)?;
@@ -239,7 +237,7 @@ fn grant(key: Key, spec: &Value) -> Result<Grant, String> {
 mod tests {
     use std::net::IpAddr;
 
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
     use crate::authorization::Direction;
@@ -331,6 +329,28 @@ mod tests {
             "it applies"
         );
         assert_eq!(policy(Value::Null), "it applies");
+    }
+
+    #[test]
+    fn fields_that_are_not_read_are_skipped_at_any_depth() {
+        let deep = format!("{}{}", "[".repeat(1000), "]".repeat(1000));
+        let spec = format!(
+            r#"{{"new":{deep},"parentRefs":[{{"group":"","kind":"Service","name":"web"}}],
+            "rules":[{{"new":{deep}}},{{"matches":[{{"new":{deep}}}]}}]}}"#
+        );
+        let json = format!(r#"{{"metadata":{{"name":"a","namespace":"shop"}},"spec":{spec}}}"#);
+        let Ok(Object::Route(route)) = read(Kind::HttpRoute, &json, "cluster.local") else {
+            panic!("it is known")
+        };
+        assert_eq!((route.parents.len(), route.invalid), (1, None));
+        assert_eq!(route.content.map(|rules| rules.len()), Ok(2));
+        let unknown = unknown_fields(Kind::HttpRoute, &json);
+        let expected = [
+            "spec.new",
+            "spec.rules[0].new",
+            "spec.rules[1].matches[0].new",
+        ];
+        assert_eq!(unknown, expected);
     }
 
     #[test]

@@ -19,6 +19,7 @@ use super::object::{
 use super::state::{State, Update};
 use super::*;
 use crate::authorization::{self, AuthorizationPolicy};
+use crate::fields::NULL;
 use crate::policy::{self, Policy};
 use crate::routes::backend::backend;
 use crate::routes::mesh::Mesh;
@@ -73,7 +74,7 @@ pub(crate) fn service(name: &str, ips: &[&str]) -> Service {
 
 /// The annotations of a canary of Service `of`.
 pub(crate) fn canary(of: &str, weight: Result<u32, &str>) -> Canary {
-    let meta = Meta::new(Kind::Service, key("canary"), 0, ("", 0), &Value::Null);
+    let meta = Meta::new(Kind::Service, key("canary"), 0, ("", 0), NULL);
     let weight = weight.map_err(|message| Rejection::new(UNSUPPORTED_VALUE, message.to_owned()));
     Canary::new(meta, vec![ParentReference::service(of)], weight)
 }
@@ -1139,11 +1140,12 @@ impl Chance {
                 let backends: Vec<Value> = backends.collect();
                 let service = self.one(&Self::SERVICES);
                 let spec = json!({"service": service, "backends": backends, "matches": groups});
+                let spec = spec.to_string();
                 Object::Split(smi::split(self.meta(kind, &spec), &spec).unwrap())
             }
             Kind::RouteGroup => {
                 let path = self.one(&["/a", "/b.*", "("]);
-                let spec = json!({"matches": [{"name": "m", "pathRegex": path, "methods": ["GET", "PUT"]}]});
+                let spec = json!({"matches": [{"name": "m", "pathRegex": path, "methods": ["GET", "PUT"]}]}).to_string();
                 let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"]));
                 let meta = self.meta(kind, &spec);
                 Object::RouteGroup(smi::group(Meta { key, ..meta }, &spec).unwrap())
@@ -1154,14 +1156,14 @@ impl Chance {
                 to: vec![self.0.bool().then(|| self.one(&Self::SERVICES).into())],
             }),
             Kind::Backend => {
-                let spec = self.host();
+                let spec = self.host().to_string();
                 let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["a", "b"]));
                 let meta = self.meta(kind, &spec);
                 Object::Backend(backend(Meta { key, ..meta }, &spec, "cluster.local"))
             }
             // The names are the same as for policies with targets.
             Kind::TrafficPolicy if self.0.u8(..4) == 0 => {
-                let spec = json!({"backend": self.host()});
+                let spec = json!({"backend": self.host()}).to_string();
                 let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["a", "p1"]));
                 let meta = self.meta(kind, &spec);
                 Object::Backend(backend(Meta { key, ..meta }, &spec, "cluster.local"))
@@ -1176,21 +1178,22 @@ impl Chance {
                 let rules: Vec<Value> = rules.collect();
                 let namespace = self.one(&Self::NAMESPACES);
                 let subject = json!({"kind": "ServiceAccount", "name": "web"});
-                let spec = json!({"destination": subject, "sources": [subject], "rules": rules});
+                let spec = json!({"destination": subject, "sources": [subject], "rules": rules})
+                    .to_string();
                 let key = Key::new(namespace, self.one(&["t1", "t2"]));
                 let meta = self.meta(kind, &spec);
                 let meta = Meta { key, ..meta };
                 Object::TrafficTarget(authorization::smi::target(meta, &spec, "cluster.local"))
             }
             Kind::TcpGroup => {
-                let spec = json!({"matches": {"ports": [self.one(&["80", "81"]).parse::<u16>().unwrap()]}});
+                let spec = json!({"matches": {"ports": [self.one(&["80", "81"]).parse::<u16>().unwrap()]}}).to_string();
                 let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"]));
                 let meta = self.meta(kind, &spec);
                 Object::TcpGroup(authorization::smi::tcp(Meta { key, ..meta }, &spec))
             }
             Kind::Mesh => {
                 let controller = self.one(&["diy-service-mesh.dev/controller", "example.net/x"]);
-                let spec = json!({"controllerName": controller});
+                let spec = json!({"controllerName": controller}).to_string();
                 Object::Mesh(Mesh::new(self.meta(kind, &spec), &spec))
             }
         }
@@ -1228,6 +1231,7 @@ impl Chance {
             }
         }
         let key = Key::new(namespace, self.one(&["p1", "p2"]));
+        let spec = spec.to_string();
         let meta = self.meta(Kind::TrafficPolicy, &spec);
         policy::parse::policy(Meta { key, ..meta }, &spec).unwrap()
     }
@@ -1245,11 +1249,12 @@ impl Chance {
             "targetRefs": [target], "direction": direction, "action": action, "rules": [{}],
         });
         let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["p1", "p2"]));
+        let spec = spec.to_string();
         let meta = self.meta(Kind::Authorization, &spec);
-        authorization::parse::policy(Meta { key, ..meta }, &spec, &Value::Null, "cluster.local")
+        authorization::parse::policy(Meta { key, ..meta }, &spec, NULL, "cluster.local")
     }
 
-    fn meta(&mut self, kind: Kind, spec: &Value) -> Meta {
+    fn meta(&mut self, kind: Kind, spec: &str) -> Meta {
         let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["r1", "r2", "r3"]));
         let state = (self.one(&["1", "2"]), self.0.i64(0..3));
         Meta::new(kind, key, self.0.i64(0..2), state, spec)
@@ -1284,7 +1289,7 @@ impl Chance {
                 "type": self.one(&["Exact", "RegularExpression"]),
             }]}],
         });
-        let spec = json!({"parentRefs": parents, "rules": [rule]});
+        let spec = json!({"parentRefs": parents, "rules": [rule]}).to_string();
         parse::route(self.meta(kind, &spec), &spec).unwrap()
     }
 

@@ -3,7 +3,7 @@
 //! Nothing relies on the validation of the API server: objects from files have none. Each invalid
 //! field is named, with its value and the expected value.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
@@ -12,12 +12,12 @@ use diy_mesh_proto::route::{self, is_hostname};
 use prost::Message;
 use proto::hash_key::Kind as HashKind;
 use proto::rate_limit::Scope;
-use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
+use serde_json::value::RawValue;
 
 use super::spec::{self, TargetRef, TrafficPolicySpec};
 use super::{Faults, INVALID, Policy, RetrySettings, Settings, telemetry};
-use crate::fields::{Milliseconds, read_known};
+use crate::fields::{Milliseconds, fields, read, read_known};
 use crate::index::object::Key;
 use crate::routes::filters::share;
 use crate::routes::matches::MatchSpec;
@@ -38,11 +38,11 @@ const MAX_BYTES: usize = 64 * 1024;
 const DEFAULT_WINDOW: Milliseconds = Milliseconds(1000);
 
 /// Parses a policy. An error: its targets are unknown, so that it has no status.
-pub fn policy(meta: Meta, spec: &Value) -> Result<Policy, String> {
-    let targets = match spec.get("targetRefs") {
+pub fn policy(meta: Meta, spec: &str) -> Result<Policy, String> {
+    let sections = fields(spec);
+    let targets: Vec<TargetRef> = match sections.get("targetRefs") {
         None => Vec::new(),
-        Some(value) => Vec::<TargetRef>::deserialize(value)
-            .map_err(|error| format!("spec.targetRefs: {error}"))?,
+        Some(list) => read(list.get(), "spec.targetRefs").map_err(|one| one.message)?,
     };
     let mut references: Vec<ParentReference> = Vec::new();
     for target in targets.iter().take(MAX_TARGETS) {
@@ -56,7 +56,7 @@ pub fn policy(meta: Meta, spec: &Value) -> Result<Policy, String> {
             references.push(reference);
         }
     }
-    let (settings, invalid) = settings(&meta.key, spec);
+    let (settings, invalid) = settings(&meta.key, &sections);
     let mut policy = Policy::new(meta, references, Ok(Arc::new(settings)));
     policy.invalid = invalid;
     if let Err(rejection) = check_targets(&policy, &targets) {
@@ -92,15 +92,15 @@ fn check_targets(policy: &Policy, written: &[TargetRef]) -> Result<(), Rejection
 }
 
 /// The valid sections, and what is invalid: such a section has no effect.
-fn settings(key: &Key, spec: &Value) -> (Settings, Option<Rejection>) {
+fn settings(key: &Key, sections: &BTreeMap<String, &RawValue>) -> (Settings, Option<Rejection>) {
     let name = format!("TrafficPolicy {key}");
     let mut settings = Settings {
         name: name.clone(),
         ..Settings::default()
     };
     let mut problems = Vec::new();
-    for (section, value) in spec.as_object().into_iter().flatten() {
-        let only = json!({section: value});
+    for (name, text) in sections {
+        let only = format!("{{{}:{text}}}", json!(name));
         let section = read_known(&only, "spec").and_then(|spec| add(&mut settings, spec));
         if let Err(rejection) = section {
             problems.push(rejection.message);

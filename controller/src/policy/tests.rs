@@ -32,8 +32,9 @@ pub(crate) fn parsed(
     spec: &Value,
 ) -> Result<Policy, String> {
     let key = Key::new("shop", name);
-    let meta = Meta::new(Kind::TrafficPolicy, key, created, ("", generation), spec);
-    parse::policy(meta, spec)
+    let (kind, spec) = (Kind::TrafficPolicy, spec.to_string());
+    let meta = Meta::new(kind, key, created, ("", generation), &spec);
+    parse::policy(meta, &spec)
 }
 
 fn settings(sections: Value) -> Arc<Settings> {

@@ -8,14 +8,13 @@ use std::net::IpAddr;
 
 use diy_mesh_proto::mesh::v1::{ExternalBackend, ExternalTls};
 use diy_mesh_proto::route::is_hostname;
-use serde_json::{Map, Value};
 
 use super::model::Rejection;
 use super::parse::{Meta, refuse, shortened, unsupported};
 use super::spec::{BackendSpec, BackendTls};
 use super::{BACKEND_NOT_FOUND, UNSUPPORTED_PROTOCOL, UNSUPPORTED_VALUE};
 use crate::checked::Checked;
-use crate::fields::read_known;
+use crate::fields::{field, fields, read_known, string};
 use crate::index::object::Kind;
 
 /// The kinds of objects that can be a host.
@@ -41,13 +40,14 @@ pub struct External {
 }
 
 /// Whether the TrafficPolicy with this spec is a host. One with targets is not, whatever else it has.
-pub fn is_backend(spec: &Value) -> bool {
-    spec.get("backend").is_some() && spec.get("targetRefs").is_none()
+pub fn is_backend(spec: &str) -> bool {
+    let sections = fields(spec);
+    sections.contains_key("backend") && !sections.contains_key("targetRefs")
 }
 
 /// Parses an XBackend, or a TrafficPolicy that is a host. Names in `trust_domain` are names of the
 /// cluster, too.
-pub fn backend(meta: Meta, spec: &Value, trust_domain: &str) -> Backend {
+pub fn backend(meta: Meta, spec: &str, trust_domain: &str) -> Backend {
     let name = format!("{} {}", meta.kind, meta.key);
     let content = match meta.kind {
         Kind::TrafficPolicy => {
@@ -59,28 +59,23 @@ pub fn backend(meta: Meta, spec: &Value, trust_domain: &str) -> Backend {
 }
 
 /// The section `backend`. Other sections of the policy would have no target.
-fn only_backend(spec: &Value) -> Result<&Value, Rejection> {
-    let mut sections = spec.as_object().into_iter().flat_map(Map::keys);
-    match sections.find(|section| *section != "backend") {
+fn only_backend(spec: &str) -> Result<&str, Rejection> {
+    let mut sections = fields(spec).into_keys();
+    match sections.find(|section| section != "backend") {
         Some(other) => refuse(
             "spec",
-            &shortened(other),
+            &shortened(&other),
             "set",
             "absent in a policy with backend",
         ),
-        None => Ok(&spec["backend"]),
+        None => Ok(field(spec, "backend")),
     }
 }
 
 /// Reads the host in the field `at`.
-fn external(
-    name: String,
-    spec: &Value,
-    at: &str,
-    trust_domain: &str,
-) -> Result<External, Rejection> {
+fn external(name: String, spec: &str, at: &str, trust_domain: &str) -> Result<External, Rejection> {
     // Another type may have other fields.
-    let kind = spec["type"].as_str().unwrap_or_default();
+    let kind = string(field(spec, "type")).unwrap_or_default();
     if kind != "ExternalHostname" {
         return refuse(at, "type", kind, "ExternalHostname");
     }
@@ -154,7 +149,7 @@ fn tls(spec: Option<BackendTls>, host: &str, at: &str) -> Result<Option<External
     let refused = [
         (
             "clientCertificateRef",
-            !spec.client_certificate_ref.is_null(),
+            spec.client_certificate_ref.is_some(),
             "proxies have no certificates for other servers",
         ),
         (

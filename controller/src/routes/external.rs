@@ -11,7 +11,7 @@ use diy_mesh_proto::authorization::{REVISION, asking_action, check};
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::route_authorization;
 use proto::route_filter::Kind as FilterKind;
-use serde_json::Value;
+use serde_json::value::RawValue;
 
 use super::filters::{Context, Found};
 use super::model::{ExternalAuth, Match, Reference, Rejection, Route, Rule};
@@ -26,22 +26,20 @@ use crate::index::object::{Service, ServicePort};
 
 /// Parses the filter in the field `at`.
 pub(super) fn parse(
-    spec: &Value,
+    spec: Option<&RawValue>,
     at: &str,
     context: &Context<'_>,
     found: &mut Found,
 ) -> Result<ExternalAuth, Rejection> {
     let field = format!("{at}.externalAuth");
-    if spec.is_null() {
-        return Err(unsupported(&field, "", "set"));
-    }
+    let spec = spec.ok_or_else(|| unsupported(&field, "", "set"))?;
     let spec::ExternalAuth {
         protocol: name,
         backend_ref,
         mut grpc,
         mut http,
         forward_body,
-    } = read_known(spec, &field)?;
+    } = read_known(spec.get(), &field)?;
     // Unlike the lists of policies, these lists may be empty.
     let of_grpc = grpc.iter_mut();
     let of_grpc =

@@ -48,7 +48,7 @@ pub(super) fn parse(
     for (position, spec) in specs.into_iter().enumerate() {
         let at = format!("{at}[{position}]");
         if spec.kind == "ExternalAuth" && context.meta.kind == Kind::HttpRoute {
-            let filter = external::parse(&spec.external_auth, &at, context, found)?;
+            let filter = external::parse(spec.external_auth.as_deref(), &at, context, found)?;
             if found.external_auth.replace(filter).is_some() {
                 let message = format!("{at}: two filters of one type");
                 return Err(Rejection::new(INCOMPATIBLE_FILTERS, message));

@@ -1,11 +1,10 @@
 //! XMeshes (GEP-3949). An XMesh of this controller gets a status, with the features that the mesh
 //! supports. XMeshes configure nothing. Pure.
 
-use serde_json::Value;
-
 use super::parse::Meta;
 use super::status::CONTROLLER_NAME;
 use super::{Condition, ParentReference, ParentStatus, RouteStatus};
+use crate::fields::{NULL, field, string};
 use crate::index::object::{Key, Kind};
 
 /// The features that docs/gateway-api.md lists as supported, in alphabetical order.
@@ -62,9 +61,9 @@ pub struct Mesh {
 
 impl Mesh {
     /// The XMesh with this spec.
-    pub fn new(meta: Meta, spec: &Value) -> Mesh {
+    pub fn new(meta: Meta, spec: &str) -> Mesh {
         let key = Key::new("", &meta.key.name);
-        let accepted = if spec["parametersRef"].is_null() {
+        let accepted = if field(spec, "parametersRef") == NULL {
             Condition::new("Accepted", true, "Accepted", String::new())
         } else {
             let message = "spec.parametersRef: the mesh has no parameters, remove the reference";
@@ -74,7 +73,8 @@ impl Mesh {
         let conditions = vec![accepted];
         let parents = vec![ParentStatus { parent, conditions }];
         let status = RouteStatus::new(Kind::Mesh, key.clone(), meta.generation, parents);
-        let is_own = spec["controllerName"] == CONTROLLER_NAME;
+        let controller = string(field(spec, "controllerName"));
+        let is_own = controller.as_deref() == Some(CONTROLLER_NAME);
         let status = is_own.then_some(status);
         Mesh { key, status }
     }

@@ -14,7 +14,7 @@ use diy_mesh_proto::mesh::v1::{
 use diy_mesh_proto::policy::{self, Violation};
 use diy_mesh_proto::route::{self, is_hostname, is_token};
 use serde::de::{DeserializeOwned, IgnoredAny};
-use serde_json::Value;
+use serde_json::value::RawValue;
 
 use super::backend::{BACKEND_BYTES, KINDS};
 use super::filters::{self, Found};
@@ -24,7 +24,7 @@ use super::spec::{
     self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, TcpMatch, Timeouts,
 };
 use super::{INCOMPATIBLE_FILTERS, ParentReference, UNSUPPORTED_VALUE};
-use crate::fields::{Milliseconds, one_of, read};
+use crate::fields::{Milliseconds, field, items, one_of, read, string};
 use crate::index::object::{Key, Kind};
 
 /// The limits of the objects in Kubernetes, which hold for files too.
@@ -72,7 +72,7 @@ impl Meta {
         key: Key,
         created: i64,
         (uid, generation): (&str, i64),
-        spec: &Value,
+        spec: &str,
     ) -> Meta {
         Meta {
             kind,
@@ -80,7 +80,7 @@ impl Meta {
             created,
             uid: uid.into(),
             generation,
-            bytes: spec.to_string().len(),
+            bytes: spec.len(),
             dropped: None,
         }
     }
@@ -127,9 +127,8 @@ pub(crate) fn bounded<T>(field: &str, list: &[T], max: usize) -> Result<(), Reje
 }
 
 /// Parses a route. An error: its parents are unknown, so that it has no status.
-pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
-    let parsed: RouteSpec =
-        serde_json::from_value(spec.clone()).map_err(|error| format!("spec: {error}"))?;
+pub fn route(meta: Meta, spec: &str) -> Result<Route, String> {
+    let parsed: RouteSpec = read(spec, "spec").map_err(|one| one.message)?;
     let parents = parsed.parent_refs.into_iter();
     let parents = parents.filter(ParentReference::is_service);
     let parents: Vec<ParentReference> = parents.take(MAX_PARENTS).collect();
@@ -138,15 +137,13 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
     let ignored = has_hostnames.then_some("spec.hostnames");
     let ignored = ignored.or(has_more.then_some("a rule after the first one"));
     // A route for Gateways only does not concern the mesh.
-    let values = parsed.rules.as_deref().filter(|_| !parents.is_empty());
+    let listed = parsed.rules.iter().filter(|_| !parents.is_empty());
+    let values: Vec<&str> = listed.flatten().map(|rule| rule.get()).collect();
     let (rules, invalid) = match meta.kind {
-        Kind::GrpcRoute => rules::<GrpcMatch>(&meta, values.unwrap_or_default()),
-        Kind::TcpRoute => tcp_rules(&meta, values.unwrap_or_default()),
-        _ => {
-            let default = [Value::Object(serde_json::Map::new())];
-            let values = values.filter(|values| !values.is_empty());
-            rules::<HttpMatch>(&meta, values.unwrap_or(&default))
-        }
+        Kind::GrpcRoute => rules::<GrpcMatch>(&meta, &values),
+        Kind::TcpRoute => tcp_rules(&meta, &values),
+        _ if values.is_empty() => rules::<HttpMatch>(&meta, &["{}"]),
+        _ => rules::<HttpMatch>(&meta, &values),
     };
     let mut route = Route::new(meta, parents, Ok(rules));
     route.invalid = invalid;
@@ -161,7 +158,7 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
 type Rules = (Vec<Arc<ParsedRule>>, Option<Rejection>);
 
 /// The first rule has all connections.
-fn tcp_rules(meta: &Meta, values: &[Value]) -> Rules {
+fn tcp_rules(meta: &Meta, values: &[&str]) -> Rules {
     let Some(first) = values.first() else {
         let rejection = unsupported("spec.rules", "", "a list with a rule");
         return unreadable(meta, false, rejection);
@@ -193,9 +190,9 @@ fn for_requests(rule: &ParsedRule) -> Option<&'static str> {
     all.chain(filters).next().map(|_| "filters")
 }
 
-fn rules<M: MatchSpec + DeserializeOwned>(meta: &Meta, values: &[Value]) -> Rules {
+fn rules<M: MatchSpec + DeserializeOwned>(meta: &Meta, values: &[&str]) -> Rules {
     if let Err(rejection) = bounded("spec.rules", values, MAX_ITEMS) {
-        let is_protected = values.iter().any(has_external_auth);
+        let is_protected = values.iter().any(|rule| has_external_auth(rule));
         return unreadable(meta, is_protected, rejection);
     }
     let (mut rules, mut problems): (Vec<Arc<ParsedRule>>, Vec<Rejection>) = Default::default();
@@ -269,21 +266,21 @@ fn failing(meta: &Meta, matches: Vec<Arc<Match>>, is_protected: bool) -> ParsedR
 /// The matches of a rule that can be read, and why others cannot. `earlier`: the rules before it,
 /// with which it must be within the limits of a route.
 fn read_matches<M: MatchSpec + DeserializeOwned>(
-    rule: &Value,
+    rule: &str,
     at: &str,
     earlier: &[Arc<ParsedRule>],
 ) -> (Vec<Arc<Match>>, Option<Rejection>) {
     let field = format!("{at}.matches");
-    let listed: spec::Matches = match read(rule, at) {
+    let listed: spec::Matches<'_> = match read(rule, at) {
         Ok(listed) => listed,
         Err(rejection) => return (Vec::new(), Some(rejection)),
     };
     if let Err(rejection) = bounded(&field, &listed.matches, MAX_MATCHES) {
         return (Vec::new(), Some(rejection));
     }
-    let parse = |(position, one): (usize, &Value)| {
+    let parse = |(position, one): (usize, &&RawValue)| {
         let at = format!("{field}[{position}]");
-        read::<M>(one, &at)?.parse(&at).map(Arc::new)
+        read::<M>(one.get(), &at)?.parse(&at).map(Arc::new)
     };
     let (mut matches, mut unreadable) = (Vec::new(), None);
     for one in listed.matches.iter().enumerate().map(parse) {
@@ -303,13 +300,12 @@ fn read_matches<M: MatchSpec + DeserializeOwned>(
 }
 
 /// Whether a rule asks for an authorization of its requests, which must not pass without it.
-fn has_external_auth(rule: &Value) -> bool {
-    fn list(value: &Value) -> impl Iterator<Item = &Value> {
-        value.as_array().into_iter().flatten()
-    }
-    let backends = list(&rule["backendRefs"]).flat_map(|backend| list(&backend["filters"]));
-    let mut filters = list(&rule["filters"]).chain(backends);
-    filters.any(|filter| filter["type"] == "ExternalAuth")
+fn has_external_auth(rule: &str) -> bool {
+    let filters = |of| items(field(of, "filters"));
+    let backends = items(field(rule, "backendRefs")).into_iter();
+    let of_backends = backends.flat_map(|backend| filters(backend.get()));
+    let mut filters = filters(rule).into_iter().chain(of_backends);
+    filters.any(|one| string(field(one.get(), "type")).as_deref() == Some("ExternalAuth"))
 }
 
 /// Rejects more matches and regular expressions than a route may have.

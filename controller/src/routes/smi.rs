@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::value::RawValue;
 
 use super::matches::MatchSpec;
 use super::model::{Match, ParsedRule, Reference, Rejection, Route};
@@ -19,6 +19,7 @@ use super::spec::{HttpMatch, ValueMatch};
 use super::{BACKEND_NOT_FOUND, ParentReference};
 use crate::authorization::smi::{Condition, condition};
 use crate::checked::Checked;
+use crate::fields::read;
 use crate::index::object::Key;
 
 const REGEX: &str = "RegularExpression";
@@ -64,14 +65,14 @@ pub struct SplitSpec {
 #[derive(Deserialize)]
 struct BackendSpec {
     service: String,
-    weight: Value,
+    weight: Box<RawValue>,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct GroupReference {
     #[serde(default, rename = "apiGroup")]
-    _api_group: Value,
+    _api_group: Box<RawValue>,
     #[serde(default)]
     kind: String,
     name: String,
@@ -97,8 +98,8 @@ struct GroupMatch {
 }
 
 /// Parses a TrafficSplit. An error: its Service is unknown.
-pub fn split(meta: Meta, spec: &Value) -> Result<Split, String> {
-    let parsed = SplitSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
+pub fn split(meta: Meta, spec: &str) -> Result<Split, String> {
+    let parsed: SplitSpec = read(spec, "spec").map_err(|one| one.message)?;
     let groups = parsed.matches.iter();
     let groups = groups.map(|one| Key::new(&meta.key.namespace, &one.name));
     let rule = rule(&meta, &parsed).map(|rule| SplitRule {
@@ -120,7 +121,7 @@ fn rule(meta: &Meta, spec: &SplitSpec) -> Result<ParsedRule, Rejection> {
     let mut backends = Vec::new();
     for (position, backend) in spec.backends.iter().enumerate() {
         let field = format!("spec.backends[{position}]");
-        let weight = u32::deserialize(&backend.weight).ok();
+        let weight = serde_json::from_str::<u32>(backend.weight.get()).ok();
         let Some(weight) = weight.filter(|weight| *weight <= MAX_WEIGHT) else {
             let expected = format!("an integer from 0 to {MAX_WEIGHT}");
             return refuse(&field, "weight", &backend.weight, &expected);
@@ -184,8 +185,8 @@ impl Split {
 }
 
 /// Parses an HTTPRouteGroup.
-pub fn group(meta: Meta, spec: &Value) -> Result<RouteGroup, String> {
-    let parsed = GroupSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
+pub fn group(meta: Meta, spec: &str) -> Result<RouteGroup, String> {
+    let parsed: GroupSpec = read(spec, "spec").map_err(|one| one.message)?;
     let matches = group_matches(&meta.key, &parsed);
     let all = matches.iter().flatten();
     let bytes = all.map(|one| format!("{one:?}").len()).sum();
@@ -249,7 +250,7 @@ fn http_matches(one: &GroupMatch) -> Vec<HttpMatch> {
 #[cfg(test)]
 mod tests {
     use diy_mesh_proto::mesh::v1::RouteRule;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
     use crate::index::Index;
@@ -259,12 +260,13 @@ mod tests {
     use crate::routes::attach::Table;
 
     fn split(name: &str, spec: Value) -> Object {
+        let spec = spec.to_string();
         let meta = Meta::new(Kind::TrafficSplit, key(name), 0, ("", 0), &spec);
         Object::Split(super::split(meta, &spec).unwrap())
     }
 
     fn group(name: &str, matches: Value) -> Object {
-        let spec = json!({"matches": matches});
+        let spec = json!({"matches": matches}).to_string();
         let meta = Meta::new(Kind::RouteGroup, key(name), 0, ("", 0), &spec);
         Object::RouteGroup(super::group(meta, &spec).unwrap())
     }
@@ -444,7 +446,7 @@ mod tests {
     #[test]
     fn group_with_too_many_matches_is_rejected_before_they_are_made() {
         let group = |matches: &[Value]| {
-            let spec = json!({"matches": matches});
+            let spec = json!({"matches": matches}).to_string();
             let meta = Meta::new(Kind::RouteGroup, key("g"), 0, ("", 0), &spec);
             super::group(meta, &spec).unwrap().content
         };

@@ -6,7 +6,7 @@
 
 use diy_mesh_proto::mesh::v1::HeaderModifier;
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::value::RawValue;
 
 use super::ParentReference;
 use crate::authorization::spec::{ForwardBody, GrpcAuth, HttpAuth};
@@ -16,13 +16,13 @@ use crate::fields::Milliseconds;
 /// position in errors.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
-pub struct RouteSpec<R = Value> {
+pub struct RouteSpec<R = Box<RawValue>> {
     pub parent_refs: Vec<ParentReference>,
     pub hostnames: Vec<String>,
     /// Absent: the default of the kind.
     pub rules: Option<Vec<R>>,
     /// A field for Gateways.
-    pub use_default_gateways: Value,
+    pub use_default_gateways: Option<Box<RawValue>>,
 }
 
 /// A rule of a route. The kinds differ in their matches; a TCPRoute has a name and backends only.
@@ -41,8 +41,9 @@ pub struct Rule<M> {
 /// The matches of a rule. Each is parsed on its own: the readable ones may have an effect.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-pub struct Matches {
-    pub matches: Vec<Value>,
+pub struct Matches<'a> {
+    #[serde(borrow)]
+    pub matches: Vec<&'a RawValue>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -151,7 +152,7 @@ pub struct Filter {
     pub url_rewrite: Option<Rewrite>,
     pub cors: Option<Cors>,
     pub extension_ref: Option<ObjectRef>,
-    pub external_auth: Value,
+    pub external_auth: Option<Box<RawValue>>,
 }
 
 /// The filter of GEP-1494. A field that this release does not know could change what is asked.
@@ -269,7 +270,7 @@ pub struct ExternalHostname {
 #[serde(default, rename_all = "camelCase")]
 pub struct BackendTls {
     pub mode: String,
-    pub client_certificate_ref: Value,
+    pub client_certificate_ref: Option<Box<RawValue>>,
     pub validation: BackendTlsValidation,
 }
 
@@ -278,8 +279,8 @@ pub struct BackendTls {
 #[serde(default, rename_all = "camelCase")]
 pub struct BackendTlsValidation {
     pub hostname: Option<String>,
-    pub ca_certificate_refs: Vec<Value>,
+    pub ca_certificate_refs: Vec<Box<RawValue>>,
     #[serde(rename = "wellKnownCACertificates")]
     pub well_known_ca_certificates: Option<String>,
-    pub subject_alt_names: Vec<Value>,
+    pub subject_alt_names: Vec<Box<RawValue>>,
 }

@@ -43,6 +43,7 @@ pub(crate) fn parse_state(
     state: (&str, i64),
     spec: Value,
 ) -> Route {
+    let spec = spec.to_string();
     let meta = Meta::new(kind, key, created, state, &spec);
     parse(meta, &spec).unwrap()
 }

@@ -149,7 +149,7 @@ fn current(policy: &Value) -> impl Iterator<Item = (&Value, &Value)> {
 fn pruned(policy: &Value) -> Vec<String> {
     let applied = &text(&policy["metadata"]["annotations"][LAST_APPLIED]);
     let title = live::title(policy);
-    let lost = dropped(applied, &policy["spec"]).into_iter();
+    let lost = dropped(applied, &policy["spec"].to_string()).into_iter();
     lost.map(|path| format!("{title}: {path}")).collect()
 }
 

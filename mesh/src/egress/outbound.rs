@@ -31,7 +31,7 @@ pub fn read(object: &Value) -> Result<Option<Outbound>> {
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
     let (namespace, name) = (files::namespace(object).to_owned(), name.to_owned());
     let title = || format!("AuthorizationPolicy {namespace}/{name}");
-    let parsed = catalog::parse(&object.to_string(), TRUST_DOMAIN).with_context(title)?;
+    let parsed = catalog::parse_object(object, TRUST_DOMAIN).with_context(title)?;
     let Some(Object::Authorization(policy)) = parsed.objects.into_iter().next() else {
         return Ok(None);
     };

@@ -1,7 +1,5 @@
 //! The targets of a policy. Pure.
 
-use serde_json::Value;
-
 use super::{invalid, listed};
 use crate::authorization::Target;
 use crate::authorization::spec::{Selector, TargetRef};
@@ -36,9 +34,9 @@ pub(in crate::authorization) fn reference(target: &Target) -> ParentReference {
     }
 }
 
-pub(super) fn targets(key: &Key, value: &Value) -> Result<Vec<Target>, Rejection> {
+pub(super) fn targets(key: &Key, json: &str) -> Result<Vec<Target>, Rejection> {
     let field = "spec.targetRefs";
-    let targets: Vec<TargetRef> = read_known(value, field)?;
+    let targets: Vec<TargetRef> = read_known(json, field)?;
     listed(field, &targets, MAX_TARGETS)?;
     let targets = targets.into_iter().enumerate();
     let targets = targets.map(|(at, target)| self::target(key, target, &format!("{field}[{at}]")));

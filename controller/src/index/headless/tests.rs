@@ -233,8 +233,8 @@ fn hosts_as_backends_of_a_younger_headless_service_do_not_get_the_condition() {
             "port": {"port": 443},
         });
         let spec = match kind {
-            Kind::TrafficPolicy => json!({"backend": host}),
-            _ => host,
+            Kind::TrafficPolicy => json!({"backend": host}).to_string(),
+            _ => host.to_string(),
         };
         let meta = Meta::new(kind, key("host"), 0, ("", 0), &spec);
         apply(

@@ -21,8 +21,9 @@ fn parsed(kind: Kind, change: Value) -> Backend {
 
 fn of_spec(kind: Kind, spec: &Value) -> Backend {
     let key = Key::new("shop", "api");
-    let meta = Meta::new(kind, key, 0, ("", 7), spec);
-    backend(meta, spec, "mesh.test")
+    let spec = spec.to_string();
+    let meta = Meta::new(kind, key, 0, ("", 7), &spec);
+    backend(meta, &spec, "mesh.test")
 }
 
 /// The message begins with a field of an XBackend or of a TrafficPolicy.
@@ -150,7 +151,7 @@ fn policy_is_a_backend_or_has_targets() {
         (json!({}), false),
         (Value::Null, false),
     ] {
-        assert_eq!(is_backend(&spec), expected, "{spec}");
+        assert_eq!(is_backend(&spec.to_string()), expected, "{spec}");
     }
     let message = |spec| {
         let parsed = of_spec(Kind::TrafficPolicy, &spec);

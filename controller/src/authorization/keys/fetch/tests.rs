@@ -277,7 +277,7 @@ async fn keys_of_the_status_outlive_an_hour_without_issuer_and_a_restart() {
         let written = hub.get(&policy_id()).unwrap().unwrap();
         status["issuers"] =
             keys::merge(&written.issuers, &status).unwrap_or(status["issuers"].take());
-        let entry = &keys::entries(&status)[0];
+        let entry = &keys::entries(&status.to_string())[0];
         assert_eq!(entry.keys.as_deref(), Some(KEYS));
         assert!(entry.message.is_some(), "the issuer is gone");
         hub.apply([Change::Apply(policy(&url, &status))]);
