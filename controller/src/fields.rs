@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 
+use diy_mesh_model::json::{path_at, reason};
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};
 use serde_ignored::Path;
@@ -114,54 +115,6 @@ pub(crate) fn null(json: &str) -> Option<String> {
         byte == b'n' && !is_string
     });
     before.map(|length| path_at(json, length))
-}
-
-/// The path of the field that the first bytes of a JSON text end in.
-pub(crate) fn path_at(json: &str, length: usize) -> String {
-    enum Inside {
-        Object(String),
-        List(usize),
-    }
-    let bytes = &json.as_bytes()[..json.len().min(length)];
-    let (mut open, mut at, mut is_name) = (Vec::new(), 0, false);
-    while let Some(byte) = bytes.get(at) {
-        at += 1;
-        match byte {
-            b'{' => {
-                open.push(Inside::Object(String::new()));
-                is_name = true;
-            }
-            b'[' => open.push(Inside::List(0)),
-            b'}' | b']' => {
-                open.pop();
-            }
-            b',' => match open.last_mut() {
-                Some(Inside::List(position)) => *position += 1,
-                _ => is_name = true,
-            },
-            b'"' => {
-                let start = at;
-                while let Some(byte) = bytes.get(at).filter(|byte| **byte != b'"') {
-                    at += 1 + usize::from(*byte == b'\\');
-                }
-                if let (true, Some(Inside::Object(name))) = (is_name, open.last_mut()) {
-                    *name = String::from_utf8_lossy(&bytes[start..at.min(bytes.len())]).into();
-                    is_name = false;
-                }
-                at += 1;
-            }
-            _ => {}
-        }
-    }
-    let mut path = String::new();
-    for inside in open {
-        match inside {
-            Inside::Object(name) if path.is_empty() => path = name,
-            Inside::Object(name) => path += &format!(".{name}"),
-            Inside::List(position) => path += &nth_item(position),
-        }
-    }
-    path
 }
 
 /// Reads the text of the field `at`. A field in it that its type does not have could change what it
@@ -277,14 +230,6 @@ pub(crate) fn with_unknown_fields<'a, T: Deserialize<'a>>(
     (read, unknown)
 }
 
-/// The message of an error, without the position in the text, which nobody has written.
-pub(crate) fn reason(error: &serde_json::Error) -> String {
-    let message = error.to_string();
-    let position = format!(" at line {} column {}", error.line(), error.column());
-    let reason = message.strip_suffix(&position).unwrap_or(&message);
-    reason.to_owned()
-}
-
 /// A path such as `spec.rules[0].name`.
 fn text(path: &Path<'_>) -> String {
     match path {
@@ -305,25 +250,6 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-
-    #[test]
-    fn path_of_a_position_in_json_is_that_of_the_innermost_field() {
-        let json = r#"{"a":{"b\"}":[{"c":"x,{"},{"d":[1,2]}],"e":null},"f":"#;
-        for (before, path) in [
-            ("", ""),
-            (r#"{"a""#, "a"),
-            (r#""c":"#, r#"a.b\"}[0].c"#),
-            (r#""x,{"#, r#"a.b\"}[0].c"#),
-            (r#"{"d":[1,"#, r#"a.b\"}[1].d[1]"#),
-            ("[1,2]}", r#"a.b\"}[1]"#),
-            (r#""e":null"#, "a.e"),
-            (r#""f":"#, "f"),
-        ] {
-            let length = json.find(before).unwrap() + before.len();
-            assert_eq!(path_at(json, length), path, "{before}");
-        }
-        assert_eq!(path_at(json, usize::MAX), "f");
-    }
 
     #[test]
     fn sections_stay_text_and_others_are_read_with_paths() {

@@ -85,8 +85,8 @@ impl Namespaces {
             }
             Source::Folder(folder) => {
                 let file = folder.join(name).with_extension("json");
-                let text = tokio::fs::read(&file).await;
-                let namespace = text.and_then(|text| Ok(serde_json::from_slice(&text)?));
+                let text = tokio::fs::read_to_string(&file).await;
+                let namespace = text.and_then(|text| Ok(serde_json::from_str(&text)?));
                 let namespace: Namespace =
                     namespace.map_err(|error| format!("{}: {error}", file.display()))?;
                 Ok(namespace.metadata)

@@ -13,6 +13,7 @@ use kube::Client;
 use kube::client::Body;
 use kube::core::Status;
 use serde::Deserialize;
+use serde::de::Error;
 use serde_json::value::RawValue;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -68,14 +69,19 @@ pub struct Permit {
 
 /// A complete text in memory.
 pub struct Text {
-    bytes: Vec<u8>,
+    text: String,
     _permit: Option<Permit>,
 }
 
 impl Text {
+    fn new(bytes: Vec<u8>, _permit: Option<Permit>) -> Result<Self, ApiError> {
+        let text = String::from_utf8(bytes).map_err(serde_json::Error::custom)?;
+        Ok(Self { text, _permit })
+    }
+
     /// The text.
-    pub fn as_bytes(&self) -> &[u8] {
-        &self.bytes
+    pub fn as_str(&self) -> &str {
+        &self.text
     }
 }
 
@@ -116,18 +122,17 @@ pub async fn send(client: &Client, request: Request<Vec<u8>>) -> Result<Response
         return Ok(response);
     }
     let bytes = collect(response.into_body(), MAX_ERROR_BYTES).await?;
-    let status = serde_json::from_slice(&bytes).unwrap_or_else(|_| {
-        let text = String::from_utf8_lossy(&bytes);
-        Status::failure(text.trim(), "Unknown").with_code(code.as_u16())
-    });
+    let text = String::from_utf8_lossy(&bytes);
+    let status = serde_json::from_str(&text);
+    let status =
+        status.unwrap_or_else(|_| Status::failure(text.trim(), "Unknown").with_code(code.as_u16()));
     Err(kube::Error::Api(Box::new(status)).into())
 }
 
 /// The text of a response. The permit is of it until the text is dropped.
 pub async fn read(response: Response<Body>, permit: Permit) -> Result<Text, ApiError> {
     let bytes = collect(response.into_body(), permit.max_bytes).await?;
-    let _permit = Some(permit);
-    Ok(Text { bytes, _permit })
+    Text::new(bytes, Some(permit))
 }
 
 /// Waits for the end of a response.
@@ -184,8 +189,7 @@ impl Lines {
                 let following = self.buffer.split_off(self.searched + end + 1);
                 let bytes = std::mem::replace(&mut self.buffer, following);
                 self.searched = 0;
-                let _permit = self.permit.take();
-                return Ok(Some(Text { bytes, _permit }));
+                return Text::new(bytes, self.permit.take()).map(Some);
             }
             self.searched = self.buffer.len();
             if self.buffer.len() > self.pages.max_bytes {
@@ -216,7 +220,7 @@ mod tests {
     async fn response_over_the_limit_is_an_error() {
         let pages = Pages::default();
         let fits = read(response(vec![b' '; MAX_PAGE_BYTES]), pages.permit().await).await;
-        assert_eq!(fits.unwrap().as_bytes().len(), MAX_PAGE_BYTES);
+        assert_eq!(fits.unwrap().as_str().len(), MAX_PAGE_BYTES);
         let longer = response(vec![b' '; MAX_PAGE_BYTES + 1]);
         assert!(matches!(
             read(longer, pages.permit().await).await,
@@ -229,7 +233,7 @@ mod tests {
         let mut lines = Lines::new(response(b"one\n\ntwo\nrest".to_vec()), Pages::default());
         for expected in ["one\n", "\n", "two\n"] {
             let line = lines.next().await.unwrap().unwrap();
-            assert_eq!(line.as_bytes(), expected.as_bytes());
+            assert_eq!(line.as_str(), expected);
         }
         assert!(lines.next().await.unwrap().is_none());
     }

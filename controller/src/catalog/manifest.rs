@@ -1,6 +1,7 @@
 //! Parses a file of manifests: YAML or JSON with any number of documents and Lists. Ignores other
 //! kinds. Pure.
 
+use diy_mesh_model::json;
 use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::core::DynamicObject;
@@ -9,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::resources::{self, resource};
-use crate::fields::{lost, nth_item, path_at, reason};
+use crate::fields::{lost, nth_item};
 use crate::index::object::{Kind, Object};
 
 /// An error in a file, with its position.
@@ -160,10 +161,7 @@ fn unknown_fields<T>(object: &Value, json: &str) -> Result<Vec<String>, String>
 where
     T: DeserializeOwned + Serialize,
 {
-    let read: T = serde_json::from_str(json).map_err(|error| {
-        let path = path_at(json, error.column());
-        format!("{path}: {}", reason(&error))
-    })?;
+    let read: T = json::parse(json).map_err(|error| error.to_string())?;
     let known = serde_json::to_value(&read).map_err(|error| error.to_string())?;
     Ok(lost(object, &known, nth_item))
 }

@@ -178,7 +178,7 @@ fn too_large(kind: Kind, json: &str) -> Result<Object, ConvertError> {
 fn references(list: Option<Vec<Box<RawValue>>>) -> Vec<ParentReference> {
     let mut references: Vec<ParentReference> = Vec::new();
     for one in list.into_iter().flatten().take(MAX_PARENTS) {
-        match serde_json::from_str::<ParentReference>(one.get()) {
+        match fields::read::<ParentReference>(one.get(), "") {
             Ok(reference) if !references.contains(&reference) => references.push(reference),
             _ => {}
         }

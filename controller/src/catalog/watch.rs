@@ -215,7 +215,7 @@ impl<S: Sink> Watch<'_, S> {
                 }
                 Err(error) => return Err(error),
             };
-            let page: Page<'_> = parse(text.as_bytes())?;
+            let page: Page<'_> = parse(text.as_str())?;
             for item in page.items.into_iter().flatten() {
                 listed.extend(self.convert(item)?.item);
             }
@@ -333,14 +333,14 @@ impl<S: Sink> Watch<'_, S> {
             bytes::read(response, self.target.pages.permit().await).await
         };
         let text = self.within(deadline, "LIST", current).await?;
-        let page: Page<'_> = parse(text.as_bytes())?;
+        let page: Page<'_> = parse(text.as_str())?;
         let version = page.metadata.resource_version.ok_or(Error::NoVersion)?;
         // Only integers are claimed.
         version.parse().map_err(|_| Error::NoVersion)
     }
 
     async fn receive(&mut self, line: Text) -> Result<(), Error> {
-        let Event { kind, object } = parse(line.as_bytes())?;
+        let Event { kind, object } = parse(line.as_str())?;
         let (update, version) = match &*kind {
             "ADDED" | "MODIFIED" => {
                 let Read { key, version, item } = self.convert(object)?;
@@ -348,18 +348,18 @@ impl<S: Sink> Watch<'_, S> {
                 (item.map_or(Update::Delete(key), Update::Apply), version)
             }
             "DELETED" => {
-                let outline: Outline = parse(object.get().as_bytes())?;
+                let outline: Outline = parse(object.get())?;
                 let key = key(&outline);
                 self.invalid.remove(&key);
                 (Update::Delete(key), outline.metadata.resource_version)
             }
             "BOOKMARK" => {
-                let outline: Outline = parse(object.get().as_bytes())?;
+                let outline: Outline = parse(object.get())?;
                 (Update::Bookmark, outline.metadata.resource_version)
             }
             _ => {
                 self.version = None;
-                let status: Status = parse(object.get().as_bytes())?;
+                let status: Status = parse(object.get())?;
                 return Err(self.error(kube::Error::Api(Box::new(status)).into()));
             }
         };
@@ -429,7 +429,7 @@ impl<S: Sink> Watch<'_, S> {
 
     /// Converts an object. The log names an invalid one once, as long as it is invalid.
     fn convert(&mut self, object: &RawValue) -> Result<Read<S::Item>, Error> {
-        let outline: Outline = parse(object.get().as_bytes())?;
+        let outline: Outline = parse(object.get())?;
         let (key, converted) = (key(&outline), self.sink.convert(object.get()));
         match &converted {
             Ok(_) => drop(self.invalid.remove(&key)),
@@ -464,8 +464,8 @@ fn key(Outline { metadata }: &Outline) -> Key {
     Key::new(&text(namespace), &text(name))
 }
 
-fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, Error> {
-    serde_json::from_slice(text).map_err(|error| Error::Api(error.into()))
+fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, Error> {
+    serde_json::from_str(text).map_err(|error| Error::Api(error.into()))
 }
 
 fn invalid_request(error: kube::core::request::Error) -> Error {

@@ -262,9 +262,9 @@ impl Writer {
                 }
                 (Err(error), _) => return Err(error.into()),
             };
-            let page: Page<'_> = parse(text.as_bytes())?;
+            let page: Page<'_> = parse(text.as_str())?;
             for item in page.items.into_iter().flatten() {
-                let object = parse::<Stored>(item.get().as_bytes())?.into_object(kind);
+                let object = parse::<Stored>(item.get())?.into_object(kind);
                 let namespace = object.namespace().unwrap_or_default();
                 let id = (kind, Key::new(&namespace, &object.name_any()));
                 let Ok(status) = statuses.get(&id) else {
@@ -310,11 +310,11 @@ impl Writer {
                 // Deleted, or its kind is not installed.
                 return Ok(());
             };
-            let current = parse::<Stored>(text.as_bytes())?.into_object(*kind);
+            let current = parse::<Stored>(text.as_str())?.into_object(*kind);
             let Some(changed) = status::merge(*kind, &current, desired, &now()) else {
                 return Ok(());
             };
-            let changed = object::with_status(text.as_bytes(), &changed);
+            let changed = object::with_status(text.as_str(), &changed);
             let changed = changed.map_err(ApiError::Unreadable)?;
             drop(text);
             match self.write(&resource, key, changed).await {
@@ -396,8 +396,8 @@ fn collection(resource: &ApiResource, namespace: &str) -> Request {
     Request::new(DynamicObject::url_path(resource, namespace))
 }
 
-fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, ApiError> {
-    Ok(serde_json::from_slice(text)?)
+fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, ApiError> {
+    Ok(serde_json::from_str(text)?)
 }
 
 /// The time of a transition.

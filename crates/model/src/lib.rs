@@ -9,6 +9,7 @@ pub mod exchange;
 mod exchange_id;
 pub mod identity;
 pub mod interfaces;
+pub mod json;
 pub mod ports;
 pub mod sidecar;
 pub mod state;

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use diy_mesh_controller::kinds::Kind;
 use diy_mesh_injector::containers::ROOTS_CONFIG_MAP;
+use diy_mesh_model::json;
 use futures::future::join_all;
 use k8s_openapi::{
     api::{
@@ -285,7 +286,7 @@ async fn dry_run(cluster: &Cluster, only: Option<&str>) -> Fact<DryRun> {
         "metadata": {"name": "mesh-check-trial", "annotations": {"diy-service-mesh/inject": "true"}},
         "spec": {"containers": [{"name": "check", "image": "mesh-check-trial", "ports": [{"containerPort": 8080}]}]},
     });
-    let pod = serde_json::from_value(pod).map_err(|error| error.to_string())?;
+    let pod = json::read(&pod).map_err(|error| error.to_string())?;
     let dry_run = PostParams {
         dry_run: true,
         ..PostParams::default()

@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 
 use diy_mesh_model::identity;
+use diy_mesh_model::json;
 use futures::{StreamExt, TryStreamExt, stream};
 use k8s_openapi::api::{
     authorization::v1::SubjectAccessReview,
@@ -79,7 +80,7 @@ pub(super) async fn review(cluster: &Cluster) -> Fact<Vec<(Permission, bool)>> {
     let reviews = stream::iter(needed(&objects)).map(|permission| {
         let (api, namespace) = (api.clone(), cluster.mesh_namespace.clone());
         async move {
-            let review = serde_json::from_value(access_review(&permission, &namespace))
+            let review = json::read(&access_review(&permission, &namespace))
                 .map_err(|error| error.to_string())?;
             let response = api
                 .create(&PostParams::default(), &review)
@@ -120,12 +121,12 @@ fn needed(objects: &[Value]) -> BTreeSet<Permission> {
 }
 
 fn granted(binding: &Value, objects: &[Value]) -> Option<Vec<Permission>> {
-    let role: RoleRef = serde_json::from_value(binding["roleRef"].clone()).ok()?;
-    let subjects: Vec<Subject> = serde_json::from_value(binding["subjects"].clone()).ok()?;
+    let role: RoleRef = json::read(&binding["roleRef"]).ok()?;
+    let subjects: Vec<Subject> = json::read(&binding["subjects"]).ok()?;
     let role = objects.iter().find(|object| {
         object["kind"] == role.kind.as_str() && object["metadata"]["name"] == role.name.as_str()
     })?;
-    let rules: Vec<PolicyRule> = serde_json::from_value(role["rules"].clone()).ok()?;
+    let rules: Vec<PolicyRule> = json::read(&role["rules"]).ok()?;
     let cluster_wide = binding["kind"] == "ClusterRoleBinding";
     let mut permissions = Vec::new();
     for account in subjects

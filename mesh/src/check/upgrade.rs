@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use diy_mesh_controller::explain;
 use diy_mesh_controller::index::object::Kind;
 use diy_mesh_controller::routes::{PARTIALLY_INVALID, RouteStatus, status};
+use diy_mesh_model::json;
 use kube::core::DynamicObject;
-use serde::Deserialize;
 use serde_json::Value;
 
 use super::facts::Facts;
@@ -87,7 +87,7 @@ fn difference(object: &Value, desired: &RouteStatus) -> Option<String> {
     if before.is_empty() || !before.iter().all(|(_, one)| is_current(one)) {
         return None;
     }
-    let typed = DynamicObject::deserialize(object).ok()?;
+    let typed: DynamicObject = json::read(object).ok()?;
     let after = status::merge(desired.kind, &typed, Some(desired), "")?;
     let (before, after) = (described(&before), described(&judgements(&after)));
     let new: Vec<&str> = after.difference(&before).map(|one| &**one).collect();

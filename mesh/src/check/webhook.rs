@@ -1,5 +1,6 @@
 //! Checks of the webhook configuration, its CA bundle, and the injection. Pure.
 
+use diy_mesh_model::json;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhook;
 
 use super::{
@@ -56,7 +57,7 @@ fn expected() -> Vec<MutatingWebhook> {
         .into_iter()
         .find(|object| object["kind"] == "MutatingWebhookConfiguration");
     configuration
-        .and_then(|configuration| serde_json::from_value(configuration["webhooks"].clone()).ok())
+        .and_then(|configuration| json::read(&configuration["webhooks"]).ok())
         .unwrap_or_default()
 }
 

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 
 use diy_mesh_injector::annotations::{INJECT, PREFIX};
+use diy_mesh_model::json;
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::{
     apps::v1::{DaemonSet, Deployment, StatefulSet},
@@ -107,8 +108,8 @@ pub(super) fn workload(object: &Value, events: &[Event]) -> Option<Workload> {
         format!("FailedCreate: {message}")
     });
     let metadata = |of: &Value| -> [BTreeMap<String, String>; 2] {
-        let fields = ["annotations", "labels"].map(|field| of["metadata"][field].clone());
-        fields.map(|field| serde_json::from_value(field).unwrap_or_default())
+        let fields = ["annotations", "labels"].map(|field| &of["metadata"][field]);
+        fields.map(|field| json::read(field).unwrap_or_default())
     };
     let [template, labels] = metadata(&spec["template"]);
     Some(Workload {

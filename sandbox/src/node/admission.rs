@@ -5,6 +5,7 @@
 use std::{collections::BTreeMap, net::Ipv4Addr, path::PathBuf, time::Duration};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use diy_mesh_model::json;
 use hyper::{Request, header};
 use k8s_openapi::{
     ByteString,
@@ -15,7 +16,6 @@ use kube::{
     Client, Config,
     core::{Selector, SelectorExt},
 };
-use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time;
 use tokio_rustls::rustls::pki_types::{CertificateDer, pem::PemObject};
@@ -53,7 +53,7 @@ pub(super) fn webhooks(
     configs
         .filter_map(|config| {
             // `Objects` has checked the type.
-            let parsed = MutatingWebhook::deserialize(config).ok()?;
+            let parsed = json::read::<MutatingWebhook>(config).ok()?;
             let reference = &config["clientConfig"]["service"];
             let key = [&reference["namespace"], &reference["name"]].map(|one| text(one).to_owned());
             let service = objects.get("Service", &key.into());
@@ -118,7 +118,7 @@ pub(super) async fn admit(
             }
         }
     }
-    serde_json::from_value(object).context("the patched object is not a valid pod")
+    json::read(&object).context("the patched object is not a valid pod")
 }
 
 /// Whether the rules, selectors and match conditions of a webhook match a new pod.
@@ -149,7 +149,7 @@ fn matches(config: &MutatingWebhook, object: &Value, namespace_labels: &Value) -
 
 /// A missing selector selects everything.
 fn selects(selector: Option<&LabelSelector>, labels: &Value) -> Result<bool> {
-    let labels = BTreeMap::<String, String>::deserialize(labels).unwrap_or_default();
+    let labels = json::read::<BTreeMap<String, String>>(labels).unwrap_or_default();
     let selector: Selector = selector.cloned().unwrap_or_default().try_into()?;
     Ok(selector.matches(&labels))
 }
@@ -233,7 +233,7 @@ fn apply(object: &mut Value, response: &Value) -> Result<()> {
     if response["patch"].is_null() {
         return Ok(());
     }
-    let patch = ByteString::deserialize(&response["patch"]).context("the patch is not base64")?;
+    let patch = json::read::<ByteString>(&response["patch"]).context("the patch is not base64")?;
     let patch: json_patch::Patch =
         serde_json::from_slice(&patch.0).context("the patch is not a JSON patch")?;
     json_patch::patch(object, &patch).context("the patch does not apply to the pod")

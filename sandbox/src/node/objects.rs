@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, bail, ensure};
+use diy_mesh_model::json;
 use k8s_openapi::api::{
     admissionregistration::v1::MutatingWebhookConfiguration,
     apps::v1::Deployment,
@@ -190,7 +191,7 @@ impl Objects {
 
 /// Whether the object has this type.
 fn check<T: DeserializeOwned>(value: &Value) -> Result<()> {
-    let parsed = serde_json::from_value::<T>(value.clone());
+    let parsed = json::read::<T>(value);
     parsed.map(drop).context("failed to parse the object")
 }
 

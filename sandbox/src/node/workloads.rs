@@ -4,6 +4,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use anyhow::{Context, Result};
+use diy_mesh_model::json;
 use k8s_openapi::{
     api::core::v1::Pod,
     apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference},
@@ -52,7 +53,7 @@ impl Workload {
         let mut hasher = DefaultHasher::new();
         // The maps of JSON objects are sorted, so equal templates have equal texts.
         pod.to_string().hash(&mut hasher);
-        let mut template: Pod = serde_json::from_value(pod)?;
+        let mut template: Pod = json::read(&pod)?;
         let spec = template.spec.as_mut().context("spec is missing")?;
         // The API server sets this default before it calls webhooks.
         spec.service_account_name

@@ -72,8 +72,8 @@ impl Stored {
 }
 
 /// The text of an object with this status. All other fields stay as they are written.
-pub(super) fn with_status(object: &[u8], status: &Value) -> Result<Vec<u8>, serde_json::Error> {
-    let mut fields: BTreeMap<String, &RawValue> = serde_json::from_slice(object)?;
+pub(super) fn with_status(object: &str, status: &Value) -> Result<Vec<u8>, serde_json::Error> {
+    let mut fields: BTreeMap<String, &RawValue> = serde_json::from_str(object)?;
     let status = to_raw_value(status)?;
     fields.insert("status".to_owned(), &status);
     serde_json::to_vec(&fields)
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn another_status_leaves_the_other_fields_as_they_are_written() {
-        let object = br#"{"spec": {"b": 1.0, "a": 1e2}, "status": {"old": 1}, "kind": "A"}"#;
+        let object = r#"{"spec": {"b": 1.0, "a": 1e2}, "status": {"old": 1}, "kind": "A"}"#;
         let written = with_status(object, &json!({"new": 2})).unwrap();
         let expected = r#"{"kind":"A","spec":{"b": 1.0, "a": 1e2},"status":{"new":2}}"#;
         assert_eq!(String::from_utf8(written).unwrap(), expected);
