@@ -1,12 +1,13 @@
 //! The changes of the objects and pods that steer traffic, from their metadata and states. Pure.
 
-use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
+use diy_mesh_control_plane::pods::ContainerStatus;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ManagedFieldsEntry, ObjectMeta, Time};
 use kube::ResourceExt;
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::check::pods::name;
+use crate::pods::Pod;
 use crate::time::format_timestamp;
 
 /// A change of an object.
@@ -161,6 +162,7 @@ fn seconds(time: &Time) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use diy_mesh_model::json;
     use serde_json::json;
 
     use super::*;
@@ -197,7 +199,7 @@ mod tests {
     }
 
     fn changes(fields: Value) -> Vec<String> {
-        let metadata = serde_json::from_value(metadata(fields)).unwrap();
+        let metadata = json::read(&metadata(fields)).unwrap();
         described(of_object("Deployment", &metadata))
     }
 
@@ -261,7 +263,7 @@ mod tests {
             "initContainerStatuses": [container("proxy", 2)],
             "containerStatuses": [container("app", 0)],
         }});
-        let pod: Pod = serde_json::from_value(pod).unwrap();
+        let pod: Pod = json::read(&pod).unwrap();
         assert_eq!(
             described(of_pod(&pod)),
             [

@@ -402,7 +402,7 @@ fn unreachable(errors: Errors) -> anyhow::Error {
 /// The names of the running controller pods.
 async fn running_pods(cluster: &Cluster) -> Result<Vec<String>> {
     let namespace = &cluster.mesh_namespace;
-    let pods: Api<Pod> = objects(&cluster.client, Some(namespace));
+    let pods: Api<pods::Pod> = objects(&cluster.client, Some(namespace));
     let running = ListParams::default().labels("app=controller");
     let running = running.fields("status.phase=Running");
     let pods = cluster::list(pods, &running).await.map_err(|error| {

@@ -11,13 +11,12 @@ use diy_mesh_proto::{
     authorization::edge,
     mesh::v1::get_edges_response::{self, Group},
 };
-use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use serde::Serialize;
 
 use crate::{
-    check::pods::is_active,
     edges::{Observed, title},
+    pods::{Pod, is_active},
     time::format_timestamp,
 };
 
@@ -168,7 +167,7 @@ mod tests {
             let labels = json!({"app": app, "pod-template-hash": "7f9"});
             let pod = json!({"metadata": {"namespace": namespace, "labels": labels},
                 "spec": {"serviceAccountName": "cart", "containers": []}, "status": {"phase": phase}});
-            serde_json::from_value::<Pod>(pod).unwrap()
+            diy_mesh_model::json::read::<Pod>(&pod).unwrap()
         };
         let pods = [
             pod("shop", "cart", "Running"),

@@ -13,6 +13,7 @@ pub mod files;
 pub mod identity;
 pub mod install;
 pub mod plan;
+pub mod pods;
 pub mod proxies;
 pub mod routes;
 pub mod sample;

@@ -90,8 +90,8 @@ impl Pod {
     }
 }
 
-impl From<&v1::Pod> for Pod {
-    fn from(pod: &v1::Pod) -> Self {
+impl From<&pods::Pod> for Pod {
+    fn from(pod: &pods::Pod) -> Self {
         let status = pod.status.as_ref();
         let ips = status.and_then(|status| status.pod_ips.as_ref());
         let first = status.and_then(|status| status.pod_ip.as_ref());
@@ -186,7 +186,7 @@ impl Proxies {
             .iter()
             .map(|(name, value)| format!("{name}={value}"));
         let params = ListParams::default().labels(&labels.collect::<Vec<_>>().join(","));
-        let pods = cluster::objects::<v1::Pod>(&cluster.client, Some(namespace));
+        let pods = cluster::objects::<pods::Pod>(&cluster.client, Some(namespace));
         let pods = cluster::list(pods, &params).await.unwrap_or_default();
         let names = pods
             .iter()
@@ -442,7 +442,7 @@ async fn with_address(cluster: &Cluster, address: IpAddr) -> Result<Vec<Pod>> {
     active(listed)
 }
 
-fn active(listed: Result<Vec<v1::Pod>, String>) -> Result<Vec<Pod>> {
+fn active(listed: Result<Vec<pods::Pod>, String>) -> Result<Vec<Pod>> {
     let listed = listed.map_err(|error| anyhow!("failed to list pods: {error}"))?;
     let active = listed.iter().filter(|pod| pods::is_active(pod));
     Ok(active.map(Pod::from).collect())
@@ -555,10 +555,10 @@ mod tests {
         }
     }
 
-    fn pod(name: &str) -> v1::Pod {
+    fn pod(name: &str) -> pods::Pod {
         let status =
             json!({"podIP": "10.244.0.7", "podIPs": [{"ip": "10.244.0.7"}, {"ip": "fd00::7"}]});
         let pod = json!({"metadata": {"namespace": "shop", "name": name}, "status": status});
-        serde_json::from_value(pod).expect("a pod")
+        diy_mesh_model::json::read(&pod).expect("a pod")
     }
 }

@@ -262,7 +262,6 @@ fn of_totals(
 mod tests {
     use super::*;
     use crate::traffic::testing::flow;
-    use k8s_openapi::api::core::v1;
     use serde_json::json;
     use tonic::Status;
 
@@ -311,7 +310,7 @@ mod tests {
         let pod = json!({"metadata": {
             "name": "web-7f9-x2x4z", "namespace": "shop", "labels": {"pod-template-hash": "7f9"},
         }});
-        let pod: v1::Pod = serde_json::from_value(pod).expect("a pod");
+        let pod: crate::pods::Pod = diy_mesh_model::json::read(&pod).expect("a pod");
         let of = |total| BTreeMap::from([("shop/web-7f9-x2x4z".to_owned(), total)]);
         let (before, after) = (of(total(5000, 10)), of(total(6500, 13)));
         let pod = Pod::from(&pod);

@@ -5,6 +5,9 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+pub(super) use diy_mesh_control_plane::pods::{
+    Condition, Container, ContainerPort, Named, PodSpec, PodStatus,
+};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use serde::Deserialize;
@@ -139,10 +142,6 @@ slim! {
         for_zones: List<Named>,
     }
 
-    Named {
-        name: String,
-    }
-
     ObjectReference {
         kind: Text,
         name: Text,
@@ -154,51 +153,6 @@ slim! {
         metadata: Metadata,
         spec: Option<PodSpec>,
         status: Option<PodStatus>,
-    }
-
-    PodSpec {
-        containers: List<Container>,
-        host_network: Option<bool>,
-        init_containers: List<Container>,
-        node_name: Text,
-        readiness_gates: List<ReadinessGate>,
-        service_account_name: Text,
-    }
-
-    Container {
-        args: List<String>,
-        env: List<Named>,
-        name: String,
-        ports: List<ContainerPort>,
-    }
-
-    ContainerPort {
-        container_port: i32,
-        name: Text,
-        protocol: Text,
-    }
-
-    ReadinessGate {
-        condition_type: String,
-    }
-
-    PodStatus {
-        conditions: List<Condition>,
-        phase: Text,
-        #[serde(rename = "podIP")]
-        pod_ip: Text,
-        #[serde(rename = "podIPs")]
-        pod_ips: List<PodIp>,
-    }
-
-    Condition {
-        status: String,
-        #[serde(rename = "type")]
-        type_: String,
-    }
-
-    PodIp {
-        ip: String,
     }
 
     Node {

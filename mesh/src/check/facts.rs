@@ -12,13 +12,14 @@ use k8s_openapi::{
     api::{
         admissionregistration::v1::MutatingWebhookConfiguration,
         apps::v1::Deployment,
-        core::v1::{ConfigMap, Namespace, Node, Pod, Secret, Service},
+        core::v1::{self, ConfigMap, Namespace, Node, Secret, Service},
     },
     apimachinery::pkg::version::Info,
 };
 use kube::{
     Api, Client, ResourceExt,
     api::{ListParams, PostParams},
+    core::ApiResource,
 };
 use serde_json::{Value, json};
 use tokio::join;
@@ -36,6 +37,7 @@ use crate::{
     cluster::{self, Cluster, describe_error, list},
     controller::Controllers,
     identity::status::Mesh,
+    pods::Pod,
     routes::{self, Route},
     time::now,
 };
@@ -241,7 +243,13 @@ fn pods_with_policies(pods: &Fact<Vec<Pod>>, policies: &Fact<Vec<Value>>) -> Vec
     let namespaces: BTreeSet<&str> = namespaces.collect();
     let pods = pods.iter().flatten();
     let pods = pods.filter(|pod| namespaces.contains(&*pod.namespace().unwrap_or_default()));
-    pods.map(|pod| json!(pod)).collect()
+    let object = |pod: &Pod| {
+        let mut object = json!(pod);
+        object["apiVersion"] = "v1".into();
+        object["kind"] = "Pod".into();
+        object
+    };
+    pods.map(object).collect()
 }
 
 /// Reads `/ready` of the proxies that are not ready. The text of an error is the page: a proxy that is
@@ -281,8 +289,10 @@ async fn dry_run(cluster: &Cluster, only: Option<&str>) -> Fact<DryRun> {
     // In some others, nothing is injected.
     let is_injected = |name: &&str| *name != cluster.mesh_namespace && !name.starts_with("kube-");
     let namespace = only.filter(is_injected).unwrap_or("default");
-    let api: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
+    let resource = ApiResource::erase::<v1::Pod>(&());
+    let api = cluster::dynamic(&cluster.client, &resource, Some(namespace));
     let pod = json!({
+        "apiVersion": "v1", "kind": "Pod",
         "metadata": {"name": "mesh-check-trial", "annotations": {"diy-service-mesh/inject": "true"}},
         "spec": {"containers": [{"name": "check", "image": "mesh-check-trial", "ports": [{"containerPort": 8080}]}]},
     });
@@ -292,7 +302,7 @@ async fn dry_run(cluster: &Cluster, only: Option<&str>) -> Fact<DryRun> {
         ..PostParams::default()
     };
     match api.create(&dry_run, &pod).await {
-        Ok(pod) if super::pods::is_injected(&pod) => Ok(DryRun::Injected),
+        Ok(pod) if pods::is_injected(&pod) => Ok(DryRun::Injected),
         Ok(_) => Ok(DryRun::NotInjected),
         Err(kube::Error::Api(status))
             if status.message.contains("calling webhook")
@@ -308,3 +318,34 @@ const WEBHOOK_DOMAIN: &str = "injector.diy-service-mesh.dev";
 
 #[cfg(test)]
 pub(crate) mod testing;
+
+#[cfg(test)]
+mod tests {
+    use diy_mesh_controller::catalog::parse_object;
+
+    use super::*;
+
+    #[test]
+    fn pods_are_judged_as_the_controller_reads_them() {
+        let whole = json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": {"namespace": "shop", "name": "web", "uid": "u", "labels": {"app": "web"}},
+            "spec": {
+                "nodeName": "n", "serviceAccountName": "web", "readinessGates": [{"conditionType": "g"}],
+                "containers": [{"name": "app", "image": "i", "ports": [{"containerPort": 80, "name": "http"}]}],
+                "initContainers": [{"name": "proxy", "args": ["--admin-port=4001"],
+                    "env": [{"name": "SERVICE_MESH_TOKEN_FILE", "value": "/token"}]}],
+            },
+            "status": {"phase": "Running", "podIP": "10.0.0.1", "podIPs": [{"ip": "10.0.0.1"}],
+                "conditions": [{"type": "Ready", "status": "True"}]},
+        });
+        let pod = json::read(&whole).expect("a pod");
+        let policy = json!({"metadata": {"namespace": "shop"}});
+        let judged = pods_with_policies(&Ok(vec![pod]), &Ok(vec![policy]));
+        let judged = parse_object(&judged[0], "cluster.local").expect("a pod");
+        assert_eq!(judged.unknown_fields, [""; 0]);
+        let expected = parse_object(&whole, "cluster.local").expect("a pod");
+        assert_eq!(judged.objects, expected.objects);
+        assert_eq!(judged.objects.len(), 1);
+    }
+}

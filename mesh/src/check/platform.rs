@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 use diy_mesh_injector::version::{MIN_VERSION, is_below};
 use k8s_openapi::api::{
     apps::v1::Deployment,
-    core::v1::{Container, Pod, PodSpec},
+    core::v1::{Container, PodSpec},
 };
 use kube::ResourceExt;
 
 use super::{Finding, Findings, count, facts::Facts, or_ok, pods};
+use crate::pods::Pod;
 
 const UPGRADE_ADVICE: &str = "upgrade to Kubernetes 1.29 or newer: the proxies are native sidecars, which older versions do not support";
 

@@ -2,16 +2,20 @@
 
 use std::collections::BTreeSet;
 
+use diy_mesh_control_plane::pods::{Container, ContainerStatus};
 use diy_mesh_controller::index::workload as index;
-use diy_mesh_injector::annotations::{INJECT, STATUS, STATUS_INJECTED};
+use diy_mesh_injector::annotations::INJECT;
 use diy_mesh_injector::config::Settings;
 use diy_mesh_injector::containers::ADMIN_PORT_FLAG;
 use diy_mesh_injector::patch::{Candidate, NamespaceLabels, Verdict, decide};
-use k8s_openapi::api::core::v1::{Container, ContainerStatus, Namespace, Pod};
+use diy_mesh_model::json;
+use k8s_openapi::api::core::v1::Namespace;
 use kube::ResourceExt;
-use serde_json::json;
+use serde_json::Value;
+use serde_json::value::RawValue;
 
 use super::{Finding, Findings, count, facts::Facts, or_ok};
+pub(crate) use crate::pods::{Pod, annotation, is_active, is_injected};
 use crate::time::{format_duration, format_relative};
 
 /// The namespaces that the webhook excludes, in addition to the namespace of the mesh.
@@ -21,14 +25,10 @@ pub(super) const READY_TIMEOUT: u64 = 60;
 /// The period in which restarts of proxies are reported, in seconds.
 const RESTART_PERIOD: u64 = 24 * 3600;
 
-/// Whether the injector has injected a proxy.
-pub(crate) fn is_injected(pod: &Pod) -> bool {
-    annotation(pod, STATUS) == Some(STATUS_INJECTED)
-}
-
 /// The active pods with a proxy.
 pub(crate) fn meshed(pods: &[Pod]) -> impl Iterator<Item = &Pod> {
-    pods.iter().filter(|pod| is_injected(pod) && is_active(pod))
+    pods.iter()
+        .filter(|pod| is_injected(*pod) && is_active(pod))
 }
 
 /// `namespace/name` of a pod or of another object.
@@ -74,18 +74,6 @@ pub(super) fn is_proxy_ready(pod: &Pod) -> bool {
     status(pod, "proxy").is_some_and(|status| status.ready)
 }
 
-pub(super) fn annotation<'a>(pod: &'a Pod, name: &str) -> Option<&'a str> {
-    pod.annotations().get(name).map(String::as_str)
-}
-
-pub(crate) fn is_active(pod: &Pod) -> bool {
-    let phase = pod
-        .status
-        .as_ref()
-        .and_then(|status| status.phase.as_deref());
-    pod.metadata.deletion_timestamp.is_none() && !matches!(phase, Some("Succeeded" | "Failed"))
-}
-
 fn status<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerStatus> {
     pod.status
         .as_ref()?
@@ -110,10 +98,11 @@ pub(super) fn injected(facts: &Facts) -> Findings<'_> {
     let (pods, namespaces) = (facts.pods.as_ref()?, facts.namespaces.as_ref()?);
     let settings = Settings::of_mesh(&facts.namespace);
     let (mut missing, mut unsupported) = (Vec::new(), Vec::new());
-    for pod in pods
-        .iter()
-        .filter(|pod| is_active(pod) && !is_injected(pod))
-    {
+    for pod in pods {
+        let object = |text: &Box<RawValue>| json::parse::<Value>(text.get()).ok();
+        let Some(object) = pod.text.as_ref().and_then(object) else {
+            continue;
+        };
         let namespace = pod.namespace().unwrap_or_default();
         if EXCLUDED_NAMESPACES.contains(&&*namespace) || namespace == facts.namespace {
             continue;
@@ -121,7 +110,7 @@ pub(super) fn injected(facts: &Facts) -> Findings<'_> {
         let own = namespaces.iter().find(|one| one.name_any() == namespace);
         let labels = own.map(|own| NamespaceLabels::of_metadata(&own.metadata));
         let candidate = Candidate {
-            pod: &json!(pod),
+            pod: &object,
             namespace: &namespace,
             labels: Ok(labels.unwrap_or_default()),
         };
@@ -252,11 +241,11 @@ fn not_ready_reason(pod: &Pod, now: u64) -> Option<String> {
 mod tests {
     use std::collections::BTreeMap;
 
-    use serde_json::Value;
+    use serde_json::json;
 
     use super::super::{
         Level,
-        facts::testing::{NOW, facts, meshed as meshed_pod, pod, ready},
+        facts::testing::{NOW, facts, meshed as meshed_pod, object, pod, ready},
     };
     use super::*;
 
@@ -289,14 +278,21 @@ mod tests {
 
     #[test]
     fn warns_of_unsupported_pods_and_ignores_completed_ones() {
-        let mut host = pod("host", json!({INJECT: "true"}));
-        host.spec.as_mut().unwrap().host_network = Some(true);
-        let mut done = pod("done", json!({INJECT: "true"}));
-        done.status.as_mut().unwrap().phase = Some("Succeeded".into());
-        let mut other = pod("other", json!({INJECT: "true"}));
-        let init = serde_json::from_value(json!([{"name": "linkerd-init"}]));
-        other.spec.as_mut().unwrap().init_containers = init.unwrap();
-        let findings = injected(&facts(vec![host, done, other], json!({}))).unwrap();
+        let pod = |name: &str, phase: &str, spec: Value| -> Pod {
+            let annotations = json!({INJECT: "true"});
+            let metadata = json!({"namespace": "shop", "name": name, "annotations": annotations});
+            object(json!({"metadata": metadata, "spec": spec, "status": {"phase": phase}}))
+        };
+        let pods = vec![
+            pod("host", "Running", json!({"hostNetwork": true})),
+            pod("done", "Succeeded", json!({"hostNetwork": true})),
+            pod(
+                "other",
+                "Running",
+                json!({"initContainers": [{"name": "linkerd-init"}]}),
+            ),
+        ];
+        let findings = injected(&facts(pods, json!({}))).unwrap();
         assert_eq!((findings.len(), findings[0].level), (1, Level::Warning));
         let reasons = [
             "shop/host: not injected: the pod uses the network of its node (hostNetwork)",

@@ -2,13 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use diy_mesh_control_plane::pods::ContainerPort;
 use diy_mesh_injector::containers::PROXY;
-use k8s_openapi::api::core::v1::{ContainerPort, Pod, Service};
+use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
 use super::{Finding, Findings, count, facts::Facts, or_ok, pods, workloads::Workload};
-use crate::edges;
+use crate::{edges, pods::Pod};
 
 type Labels = BTreeMap<String, String>;
 
@@ -127,9 +128,8 @@ fn unknown_ports(service: &Service, pods: &[Pod]) -> Vec<(i32, String)> {
 fn declared_ports(pod: &Pod) -> impl Iterator<Item = &ContainerPort> {
     let containers = pod.spec.iter().flat_map(|spec| {
         let sidecars = spec.init_containers.iter().flatten();
-        spec.containers
-            .iter()
-            .chain(sidecars.filter(|container| container.name != PROXY))
+        let containers = spec.containers.iter().flatten();
+        containers.chain(sidecars.filter(|container| container.name != PROXY))
     });
     containers
         .flat_map(|container| container.ports.iter().flatten())
@@ -288,7 +288,7 @@ mod tests {
             })));
             let mut facts = facts(services);
             let pod = &mut facts.pods.as_mut().unwrap()[0];
-            pod.spec.as_mut().unwrap().containers = vec![object(container)];
+            pod.spec.as_mut().unwrap().containers = Some(vec![object(container)]);
             services_of(&facts).remove(0).details
         };
         let web = json!({"name": "web", "ports": [{"containerPort": 8080, "name": "web"}]});

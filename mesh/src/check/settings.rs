@@ -4,14 +4,15 @@
 use diy_mesh_injector::annotations::{self, INBOUND, INJECT, PREFIX, STATUS};
 use diy_mesh_injector::settings::OUTBOUND_UDP;
 use diy_mesh_model::sidecar::{OutboundUdp, Settings};
-use k8s_openapi::api::core::v1::{Namespace, Pod};
+use k8s_openapi::api::core::v1::Namespace;
 use kube::ResourceExt;
 
 use super::{
     Finding, Findings, count,
     facts::Facts,
     pods::{
-        annotation, argument, enabled, init_container, is_active, is_injected, meshed, name, proxy,
+        Pod, annotation, argument, enabled, init_container, is_active, is_injected, meshed, name,
+        proxy,
     },
 };
 

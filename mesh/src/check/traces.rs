@@ -3,11 +3,11 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 
 use super::facts::{Fact, Facts};
 use super::{Finding, Findings, pods};
+use crate::pods::Pod;
 
 /// The counters of the proxies, in the order of [`Traces`].
 const METRICS: [&str; 3] = [

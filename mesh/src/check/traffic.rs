@@ -10,13 +10,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use diy_mesh_proto::MAX_EXCEPTIONS;
 use diy_mesh_proto::mesh::v1::exceptions::Exception;
 use futures::future::join_all;
-use k8s_openapi::api::core::v1::{Pod, Service};
+use k8s_openapi::api::core::v1::Service;
 use kube::ResourceExt;
 
 use super::facts::{Fact, Facts, admin_page};
 use super::{Finding, Findings, Level, count, pods, services};
 use crate::cluster::Cluster;
 use crate::identity::status::{Mesh, Workload, workload_name};
+use crate::pods::Pod;
 
 /// The proxies whose metrics are read.
 const MAX_PROXIES: usize = 32;
@@ -432,9 +433,9 @@ mod tests {
     fn names_what_fails_where_and_the_ports_that_pods_have() {
         let mut cart = meshed("cart-1", ready());
         cart.metadata.labels = Some([("app".to_owned(), "cart".to_owned())].into());
-        cart.spec.as_mut().unwrap().containers = vec![object(
+        cart.spec.as_mut().unwrap().containers = Some(vec![object(
             json!({"name": "cart", "ports": [{"containerPort": 8080}]}),
-        )];
+        )]);
         cart.status.as_mut().unwrap().pod_ip = Some("10.1.0.7".into());
         let service = object(json!({
             "metadata": {"namespace": "shop", "name": "cart"},

@@ -10,7 +10,6 @@ use diy_mesh_injector::annotations::INJECT;
 use futures::future::join_all;
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::apps::v1::{DaemonSet, Deployment, StatefulSet};
-use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Client, api::ListParams};
 use serde::{Serialize, de::DeserializeOwned};
@@ -19,9 +18,10 @@ use serde_json::json;
 use super::terminal::{self, Colors, Output, TextStyle, plain, printable};
 use crate::{
     changes::{Change, of_object, of_pod},
-    check::pods::{is_injected, workload},
+    check::pods::workload,
     cluster::{self, Cluster, dynamic, list, list_metadata, objects},
     install::live::LABEL,
+    pods::{Pod, is_injected},
     time::{format_duration, format_timestamp, now, parse_duration},
 };
 
@@ -97,7 +97,7 @@ async fn read(client: &Client, of: &cluster::Arguments) -> (Vec<Change>, Vec<Unr
     let only = of.namespace.as_deref();
     let pods = list::<Pod>(objects(client, only), &ListParams::default()).await;
     let meshed = pods.as_ref().ok().map(|pods| {
-        let meshed = pods.iter().filter(|pod| is_injected(pod));
+        let meshed = pods.iter().filter(|pod| is_injected(*pod));
         let name = |pod: &Pod| {
             let namespace = pod.metadata.namespace.clone();
             (namespace.unwrap_or_default(), workload(pod).to_owned())
@@ -105,7 +105,7 @@ async fn read(client: &Client, of: &cluster::Arguments) -> (Vec<Change>, Vec<Unr
         meshed.map(name).collect::<BTreeSet<_>>()
     });
     let of_pods = pods.map(|pods| {
-        let meshed = pods.iter().filter(|pod| is_injected(pod));
+        let meshed = pods.iter().filter(|pod| is_injected(*pod));
         meshed.flat_map(of_pod).collect()
     });
     let is_meshed = |metadata: &ObjectMeta| {

@@ -8,7 +8,6 @@ use std::{collections::BTreeSet, path::PathBuf};
 use anyhow::Result;
 use clap::Args;
 use diy_mesh_controller::kinds::Kind;
-use k8s_openapi::api::core::v1::Pod;
 use kube::api::ListParams;
 use serde_json::Value;
 
@@ -22,7 +21,9 @@ use crate::{
     controller,
     edges::Observed,
     egress::{self, Report, boundary::boundary},
-    files, yaml,
+    files,
+    pods::Pod,
+    yaml,
 };
 
 /// The arguments of `mesh egress`.

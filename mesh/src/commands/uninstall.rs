@@ -5,7 +5,7 @@ use std::{fmt::Debug, process::ExitCode, time::Duration};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod, Secret};
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Secret};
 use kube::{
     Api, ResourceExt,
     api::{DeleteParams, ListParams, Preconditions},
@@ -20,6 +20,7 @@ use crate::{
     check::{count, pods},
     cluster::{self, Cluster, describe_error},
     install::{self, Values, live},
+    pods::Pod,
 };
 
 /// The arguments of `mesh uninstall`.

@@ -7,7 +7,7 @@ use super::*;
 pub(crate) const NOW: u64 = 1_800_000_000;
 
 pub(crate) fn object<T: DeserializeOwned>(value: Value) -> T {
-    serde_json::from_value(value).expect("test objects are valid")
+    json::read(&value).expect("test objects are valid")
 }
 
 pub(crate) fn unknown_facts() -> Facts {
