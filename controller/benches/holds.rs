@@ -118,7 +118,7 @@ fn http_route(namespace: &str, name: &str, parent: &serde_json::Value, rules: us
     let rule = |number: usize| json!({"matches": [{"path": {"type": "PathPrefix", "value": format!("/{name}/{number}")}}]});
     let rules: Vec<_> = (0..rules).map(rule).collect();
     let spec = json!({"parentRefs": [parent], "rules": rules});
-    let route = route(meta(Kind::HttpRoute, namespace, name), &spec).expect("a route");
+    let route = route(meta(Kind::HttpRoute, namespace, name), &spec.to_string()).expect("a route");
     assert!(route.content.is_ok(), "{route:?}");
     Object::Route(route)
 }
@@ -126,7 +126,7 @@ fn http_route(namespace: &str, name: &str, parent: &serde_json::Value, rules: us
 fn rate_limit(namespace: &str, requests: u32) -> Object {
     let limit = json!({"requests": requests, "interval": "1s"});
     let target = json!({"group": "", "kind": "Namespace", "name": namespace});
-    let spec = json!({"targetRefs": [target], "rateLimits": [limit]});
+    let spec = json!({"targetRefs": [target], "rateLimits": [limit]}).to_string();
     let policy = policy(meta(Kind::TrafficPolicy, namespace, "limits"), &spec).expect("a policy");
     assert!(policy.content.is_ok(), "{policy:?}");
     Object::Policy(policy)
@@ -142,7 +142,7 @@ fn authorization(namespace: &str, name: &str, app: Option<&str>, action: &str) -
         "rules": [{"sources": [source]}],
     });
     let meta = meta(Kind::Authorization, namespace, name);
-    let policy = parse::policy(meta, &spec, &serde_json::Value::Null, "cluster.local");
+    let policy = parse::policy(meta, &spec.to_string(), "null", "cluster.local");
     assert!(policy.rejection().is_none(), "{policy:?}");
     Object::Authorization(policy)
 }

@@ -99,8 +99,8 @@ pub(super) fn injected(facts: &Facts) -> Findings<'_> {
     let settings = Settings::of_mesh(&facts.namespace);
     let (mut missing, mut unsupported) = (Vec::new(), Vec::new());
     for pod in pods {
-        let object = |text: &Box<RawValue>| json::parse::<Value>(text.get()).ok();
-        let Some(object) = pod.text.as_ref().and_then(object) else {
+        let object = |text: &RawValue| json::parse::<Value>(text.get()).ok();
+        let Some(object) = pod.text.as_deref().and_then(object) else {
             continue;
         };
         let namespace = pod.namespace().unwrap_or_default();
