@@ -99,14 +99,14 @@ pub(super) fn injected(facts: &Facts) -> Findings<'_> {
     let settings = Settings::of_mesh(&facts.namespace);
     let (mut missing, mut unsupported) = (Vec::new(), Vec::new());
     for pod in pods {
-        let object = |text: &RawValue| json::parse::<Value>(text.get()).ok();
-        let Some(object) = pod.text.as_deref().and_then(object) else {
-            continue;
-        };
         let namespace = pod.namespace().unwrap_or_default();
         if EXCLUDED_NAMESPACES.contains(&&*namespace) || namespace == facts.namespace {
             continue;
         }
+        let object = |text: &RawValue| json::parse::<Value>(text.get()).ok();
+        let Some(object) = pod.text.as_deref().and_then(object) else {
+            continue;
+        };
         let own = namespaces.iter().find(|one| one.name_any() == namespace);
         let labels = own.map(|own| NamespaceLabels::of_metadata(&own.metadata));
         let candidate = Candidate {
