@@ -88,6 +88,12 @@ struct Memory {
     next_report: Option<Instant>,
 }
 
+impl Memory {
+    fn is_report_due(&self) -> bool {
+        self.next_report.is_none_or(|next| next <= Instant::now())
+    }
+}
+
 /// The other replicas.
 #[derive(Default)]
 struct Others {
@@ -155,6 +161,11 @@ impl<S: Store> Reconciler<S> {
                         Ok(_) => format!("{place} changed {MAX_CONFLICTS} times before a write"),
                     };
                     self.status.problem(Some(problem));
+                    // Statuses and keys of tokens do not depend on the store of the CA. An error is
+                    // the next one of the reconciliation.
+                    if memory.is_report_due() {
+                        let _ = self.exchange_reports(&mut memory).await;
+                    }
                     Some(Instant::now() + backoff.next_delay())
                 }
             };
@@ -170,8 +181,7 @@ impl<S: Store> Reconciler<S> {
     }
 
     async fn reconcile(&mut self, memory: &mut Memory) -> Result<Outcome, Error> {
-        let is_due = memory.next_report.is_none_or(|next| next <= Instant::now());
-        if is_due {
+        if memory.is_report_due() {
             self.read_others(&mut memory.others).await?;
         }
         let stored = match self.store.read().await? {
@@ -195,9 +205,10 @@ impl<S: Store> Reconciler<S> {
             let note = format!("rotation: {}", next.rotation.answer);
             return self.write(next, Some(loaded), Some(&stored), &note).await;
         }
-        match memory.next_report {
-            Some(next) if Instant::now() < next => Ok(Outcome::Done),
-            _ => self.report_and_advance(memory, &stored).await,
+        if memory.is_report_due() {
+            self.report_and_advance(memory, &stored).await
+        } else {
+            Ok(Outcome::Done)
         }
     }
 
@@ -316,39 +327,18 @@ impl<S: Store> Reconciler<S> {
         })
     }
 
-    /// Writes a report, reads the reports of all replicas, and takes the next step if all agree.
+    /// Exchanges reports, and takes the next step if all replicas agree.
     async fn report_and_advance(
         &mut self,
         memory: &mut Memory,
         stored: &Stored,
     ) -> Result<Outcome, Error> {
+        let reports = self.exchange_reports(memory).await?;
         let Some(loaded) = &memory.loaded else {
             return Ok(Outcome::Done);
         };
         let is_steady = loaded.state.rotation.phase == Phase::Steady;
-        let interval = if is_steady {
-            REPORT_INTERVAL
-        } else {
-            ROTATION_REPORT_INTERVAL
-        };
-        memory.next_report = Some(Instant::now() + interval);
-        let (own, time) = (seconds(self.clock.own()), self.clock.verdict());
-        memory.beat = own + u64::from(own == memory.beat);
-        let report = Report {
-            beat: memory.beat,
-            confirmed: memory.confirmed,
-            ..self.report(loaded, memory.from).await
-        };
-        let reports = self.exchange_reports(&mut memory.others, report).await?;
-        let others = reports.iter().filter(|(name, _)| **name != self.replica);
-        let urls = others.clone().flat_map(|(_, report)| &report.unknown_keys);
-        self.hub.receive_unknown_keys(urls.cloned());
-        let page = |report: &Report| Page::deserialize(&report.programmed).unwrap_or_default();
-        // The proxies of a replica that has stopped are connected to others.
-        let liveness = &memory.others.liveness;
-        let running = others.filter(|(name, _)| liveness.is_certain(name));
-        let pages = running.map(|(name, report)| (name.clone(), page(report)));
-        self.hub.receive_pages(pages.collect());
+        let time = self.clock.verdict();
         let observed = Observation {
             state: loaded.digest.clone(),
             reports,
@@ -411,16 +401,40 @@ impl<S: Store> Reconciler<S> {
         Ok(())
     }
 
-    /// Writes the report of this replica, and returns the reports of all live ones.
+    /// Writes the report of this replica, receives the others, and returns all live ones.
     async fn exchange_reports(
         &self,
-        others: &mut Others,
-        report: Report,
+        memory: &mut Memory,
     ) -> Result<BTreeMap<String, Report>, Error> {
+        let Some(loaded) = &memory.loaded else {
+            return Ok(BTreeMap::new());
+        };
+        let interval = match loaded.state.rotation.phase {
+            Phase::Steady => REPORT_INTERVAL,
+            _ => ROTATION_REPORT_INTERVAL,
+        };
+        memory.next_report = Some(Instant::now() + interval);
+        let own = seconds(self.clock.own());
+        memory.beat = own + u64::from(own == memory.beat);
+        let report = Report {
+            beat: memory.beat,
+            confirmed: memory.confirmed,
+            ..self.report(loaded, memory.from).await
+        };
+        let others = &mut memory.others;
         if others.live.is_none() {
             self.read_others(others).await?;
         }
         let mut live = others.live.take().unwrap_or_default();
+        let urls = live.values().flat_map(|report| &report.unknown_keys);
+        self.hub.receive_unknown_keys(urls.cloned());
+        let page = |report: &Report| Page::deserialize(&report.programmed).unwrap_or_default();
+        // The proxies of a replica that has stopped are connected to others.
+        let running = live
+            .iter()
+            .filter(|(name, _)| others.liveness.is_certain(name));
+        let pages = running.map(|(name, report)| (name.clone(), page(report)));
+        self.hub.receive_pages(pages.collect());
         let text = serde_json::to_string(&report).expect("numbers and texts are valid JSON");
         self.store.report(&self.replica, Some(&text)).await?;
         live.insert(self.replica.clone(), report);

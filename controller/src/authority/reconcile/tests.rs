@@ -63,6 +63,7 @@ struct SimulatedStore {
 struct Content {
     fields: Fields,
     reports: BTreeMap<String, String>,
+    is_unreadable: bool,
     /// The certificates that were in tls.crt.
     cas: BTreeSet<Vec<u8>>,
 }
@@ -93,6 +94,10 @@ impl Store for SimulatedStore {
     }
 
     async fn read(&self) -> Result<Option<Stored>, StoreError> {
+        if self.content.lock().unwrap().is_unreadable {
+            let error = std::io::Error::other("it is broken");
+            return Err(StoreError::File("ca".into(), error));
+        }
         let version = self.changes.borrow().to_string();
         Ok(Some(Stored {
             fields: self.content.lock().unwrap().fields.clone(),
@@ -174,7 +179,7 @@ impl Replica {
                 leaf_life: 30 * MINUTE,
                 settle: Duration::ZERO,
             },
-            replica: format!("replica-{number}"),
+            replica: format!("replica-{number}-a"),
             clock: clock.clone(),
             hub,
             proxies: Proxies::default(),
@@ -294,13 +299,31 @@ async fn two_clocks_that_disagree_rotate_late() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn reports_go_on_while_the_ca_cannot_be_read() {
+    let begun = Instant::now();
+    let store = SimulatedStore::with_ca(None);
+    let replica = Replica::start(0, SkewedClock { begun, skew: 0 }, &store);
+    tokio::time::sleep(MINUTE).await;
+    store.content.lock().unwrap().is_unreadable = true;
+    for _ in 0..10 {
+        tokio::time::sleep(MINUTE / 2).await;
+        let reports = store.content.lock().unwrap().reports.clone();
+        let report: Report = serde_json::from_str(&reports["replica-0-a"]).unwrap();
+        let age = (SkewedClock { begun, skew: 0 }).now();
+        let age = seconds(age) - report.beat;
+        assert!(age < 12, "{age} s");
+    }
+    replica.task.abort();
+}
+
+#[tokio::test(start_paused = true)]
 async fn replica_that_stops_tells_the_others_to_count_its_proxies_no_longer() {
     let begun = Instant::now();
     let store = SimulatedStore::with_ca(None);
     let replica = Replica::start(0, SkewedClock { begun, skew: 0 }, &store);
     let reported = || {
         let reports = store.content.lock().unwrap().reports.clone();
-        let report: Report = serde_json::from_str(&reports["replica-0"]).unwrap();
+        let report: Report = serde_json::from_str(&reports["replica-0-a"]).unwrap();
         (report.beat, !report.programmed.is_null())
     };
     tokio::time::sleep(MINUTE).await;
