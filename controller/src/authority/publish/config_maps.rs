@@ -167,7 +167,7 @@ struct ConfigMaps {
     listing: BTreeMap<String, Content>,
     /// Namespaces with a write in progress.
     writing: BTreeSet<String>,
-    failures: BTreeMap<String, Failure>,
+    attempts: BTreeMap<String, Attempts>,
     /// The version of the roots that were last compared with the contents.
     compared: String,
 }
@@ -182,10 +182,14 @@ struct Content {
     owners: Vec<String>,
 }
 
-struct Failure {
+/// The latest writes to a namespace. After failures, and while others change what was written, the
+/// time between them grows.
+struct Attempts {
+    /// The error of the latest one, or nothing.
     error: String,
     backoff: Backoff,
-    retry: Instant,
+    /// The time before which there is no other one.
+    next: Instant,
 }
 
 impl ConfigMaps {
@@ -248,11 +252,15 @@ impl ConfigMaps {
         capacity: usize,
     ) -> Vec<String> {
         let is_due = |namespace: &String| {
-            let failure = self.failures.get(namespace);
-            !self.writing.contains(namespace) && failure.is_none_or(|failure| failure.retry <= now)
+            let attempts = self.attempts.get(namespace);
+            !self.writing.contains(namespace) && attempts.is_none_or(|one| one.next <= now)
         };
-        let outdated = self.outdated(pem, namespaces).into_iter();
-        let due: Vec<String> = outdated.filter(is_due).take(capacity).collect();
+        let outdated = self.outdated(pem, namespaces);
+        let due = outdated.iter().filter(|namespace| is_due(namespace));
+        let due: Vec<String> = due.take(capacity).cloned().collect();
+        let is_kept = |one: &Attempts| now < one.next + MAX_RETRY_INTERVAL;
+        self.attempts
+            .retain(|namespace, one| outdated.contains(namespace) || is_kept(one));
         self.writing.extend(due.iter().cloned());
         due
     }
@@ -264,14 +272,11 @@ impl ConfigMaps {
         namespaces: &BTreeSet<Arc<str>>,
     ) -> (BTreeMap<String, String>, Option<Instant>) {
         let outdated = self.outdated(pem, namespaces);
-        let failure = |namespace: &String| self.failures.get(namespace);
+        let attempts = |namespace: &String| self.attempts.get(namespace);
         let retries = outdated.iter().filter(|name| !self.writing.contains(*name));
-        let next = retries
-            .filter_map(failure)
-            .map(|failure| failure.retry)
-            .min();
+        let next = retries.filter_map(attempts).map(|one| one.next).min();
         let waiting = outdated.into_iter().map(|namespace| {
-            let error = failure(&namespace).map(|failure| failure.error.clone());
+            let error = attempts(&namespace).map(|one| one.error.clone());
             (namespace, error.unwrap_or_default())
         });
         (waiting.collect(), next)
@@ -297,25 +302,23 @@ impl ConfigMaps {
 
     fn written(&mut self, namespace: String, result: Result<String, String>, now: Instant) {
         self.writing.remove(&namespace);
-        match result {
-            Ok(pem) => {
-                tracing::info!("published the roots in namespace {namespace}");
-                self.failures.remove(&namespace);
-                let (pem, mesh) = (Some(pem), Some(self.mesh.clone()));
-                let owners = self.owner.clone().into_iter().collect();
-                self.contents
-                    .insert(namespace, Content { pem, mesh, owners });
-            }
-            Err(error) => {
-                let failure = self.failures.entry(namespace);
-                let failure = failure.or_insert_with(|| Failure {
-                    error: String::new(),
-                    backoff: Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL),
-                    retry: now,
-                });
-                failure.error = error;
-                failure.retry = now + failure.backoff.next_delay();
-            }
+        let attempts = self.attempts.entry(namespace.clone());
+        let attempts = attempts.or_insert_with(|| Attempts {
+            error: String::new(),
+            backoff: Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL),
+            next: now,
+        });
+        if attempts.next + MAX_RETRY_INTERVAL <= now {
+            attempts.backoff.reset();
+        }
+        attempts.next = now + attempts.backoff.next_delay();
+        attempts.error = result.as_ref().err().cloned().unwrap_or_default();
+        if let Ok(pem) = result {
+            tracing::info!("published the roots in namespace {namespace}");
+            let (pem, mesh) = (Some(pem), Some(self.mesh.clone()));
+            let owners = self.owner.clone().into_iter().collect();
+            self.contents
+                .insert(namespace, Content { pem, mesh, owners });
         }
     }
 }
@@ -386,10 +389,36 @@ mod tests {
             "the second pause is longer"
         );
         assert_eq!(
-            config_maps.due("B", &wanted, now, 16),
+            config_maps.due("B", &wanted, now + MIN_RETRY_INTERVAL, 16),
             ["good"],
             "new roots apply to all namespaces"
         );
+    }
+
+    #[test]
+    fn writes_against_another_client_become_rare_until_it_stops() {
+        let (mut config_maps, wanted) = (ConfigMaps::default(), namespaces(&["shop"]));
+        let begun = Instant::now();
+        let minute = Duration::from_secs(60);
+        let mut writes_until = |end, now: &mut Instant| {
+            let mut writes = 0;
+            while *now < end {
+                config_maps.apply(Ok(Event::Apply(holds("shop", "edited"))));
+                if !config_maps.due("A", &wanted, *now, 16).is_empty() {
+                    config_maps.written("shop".into(), Ok("A".into()), *now);
+                    writes += 1;
+                }
+                *now += MIN_RETRY_INTERVAL / 10;
+            }
+            writes
+        };
+        let mut now = begun;
+        let first = writes_until(begun + minute, &mut now);
+        let later = writes_until(begun + 10 * minute, &mut now);
+        assert!((5..15).contains(&first), "{first}");
+        assert_eq!(later, 18, "one in 30 s");
+        now += 2 * minute;
+        assert_eq!(writes_until(now + 2 * MIN_RETRY_INTERVAL, &mut now), 2);
     }
 
     #[test]
@@ -456,6 +485,7 @@ mod tests {
         assert_eq!(config_maps.due("A", &wanted, now, 16), ["shop"]);
         config_maps.written("shop".into(), Ok("A".into()), now);
         config_maps.apply(Ok(Event::Delete(holds("shop", "A"))));
+        let now = now + MIN_RETRY_INTERVAL;
         assert_eq!(config_maps.due("A", &wanted, now, 16), ["shop"]);
         config_maps.apply(Ok(Event::Delete(holds("at-rest", "A"))));
         assert_eq!(
