@@ -136,15 +136,15 @@ fn parse(metrics: &str) -> Vec<Exception> {
     exceptions.collect()
 }
 
-/// The values of the four labels, in their order, and what follows them.
+const LABELS: [&str; 4] = ["kind", "destination", "endpoint", "reason"];
+
+/// The values of [`LABELS`], whatever their order, and what follows the labels.
 fn labels(mut text: &str) -> Option<([String; 4], &str)> {
-    let mut values: [String; 4] = Default::default();
-    for (name, value) in ["kind", "destination", "endpoint", "reason"]
-        .iter()
-        .zip(&mut values)
-    {
-        text = text.strip_prefix(name)?.strip_prefix("=\"")?;
-        let mut chars = text.chars();
+    let mut values: [Option<String>; 4] = Default::default();
+    while !text.starts_with('}') {
+        let (name, rest) = text.split_once("=\"")?;
+        let mut chars = rest.chars();
+        let mut value = String::new();
         loop {
             match chars.next()? {
                 '"' => break,
@@ -155,10 +155,15 @@ fn labels(mut text: &str) -> Option<([String; 4], &str)> {
                 other => value.push(other),
             }
         }
-        text = chars.as_str();
-        text = text.strip_prefix(',').unwrap_or(text);
+        if let Some(index) = LABELS.iter().position(|label| *label == name) {
+            values[index] = Some(value);
+        }
+        text = chars.as_str().trim_start_matches([',', ' ']);
     }
-    Some((values, text.strip_prefix('}')?))
+    let [Some(kind), Some(destination), Some(endpoint), Some(reason)] = values else {
+        return None;
+    };
+    Some(([kind, destination, endpoint, reason], &text[1..]))
 }
 
 /// The items in an order in which namespaces take turns.
@@ -617,7 +622,7 @@ mod tests {
 diy_mesh_proxy_exceptions{kind="probe",destination="HTTP GET /\"a\\ on port 80",endpoint="",reason="timeout"} 3
 diy_mesh_proxy_exceptions{kind="ejected",destination="shop/cart:80",endpoint="[fd00::7]:80",reason="refused"} 2
 diy_mesh_proxy_exceptions{kind="ejected"} 2
-diy_mesh_proxy_exception_attempts{kind="probe",destination="HTTP GET /\"a\\ on port 80",endpoint="",reason="timeout"} 4
+diy_mesh_proxy_exception_attempts{endpoint="", kind="probe",pod="web",reason="timeout",destination="HTTP GET /\"a\\ on port 80"} 4
 diy_mesh_proxy_exceptions_open 3
 diy_mesh_proxy_requests_total{direction="inbound"} 2
 "#;
