@@ -11,6 +11,8 @@ PREFIX/lib/diy-service-mesh, and links PREFIX/bin/mesh. Needs curl, tar, gzip an
 
   BASE_URL     the address of the release: the folder with SHA256SUMS
   PREFIX       default: ~/.local
+  VERSION      the version of the release: rejects any other one, such as an earlier release with
+               a valid signature
   PUBLIC_KEY   file with the public key (PEM) of those who made the release: requires and checks
                the signature of SHA256SUMS, with openssl
 TEXT
@@ -59,13 +61,13 @@ download() {
   # Lines are SUM, two spaces, NAME.
   while read -r sum file; do
     case $file in
-    diy-service-mesh-*-$platform.tar.gz)
+    diy-service-mesh-${VERSION:-*}-$platform.tar.gz)
       archive=$file
       echo "$sum  $file" >"$temporary/sum"
       ;;
     esac
   done <"$temporary/SHA256SUMS"
-  [ -n "${archive:-}" ] || fail "the release at $BASE_URL has no programs for $platform: SHA256SUMS lists no diy-service-mesh-VERSION-$platform.tar.gz"
+  [ -n "${archive:-}" ] || fail "the release at $BASE_URL has no programs for $platform: SHA256SUMS lists no diy-service-mesh-${VERSION:-VERSION}-$platform.tar.gz"
   fetch "$archive"
   say "checking its SHA-256 sum"
   (cd "$temporary" && sha256sum -c sum >/dev/null 2>&1) || fail "$archive differs from its sum in SHA256SUMS: download it again, and do not use it if this repeats"

@@ -107,6 +107,11 @@ fn failed_installation_changes_nothing() {
         ),
         (
             "",
+            "VERSION=0.0.9",
+            "SHA256SUMS lists no diy-service-mesh-0.0.9-linux-amd64.tar.gz".to_owned(),
+        ),
+        (
+            "",
             "command() { [ $2 != curl ]; }",
             "program curl not found".to_owned(),
         ),
@@ -194,7 +199,8 @@ fn signature_is_checked_with_the_given_key() {
         ),
     ] {
         let prefix = tempfile::tempdir_in(folder.path()).expect("the folder is writable");
-        let preparation = format!("PUBLIC_KEY={}", path(key).display());
+        let version = env!("CARGO_PKG_VERSION");
+        let preparation = format!("PUBLIC_KEY={} VERSION={version}", path(key).display());
         let output = install(&serve(release), prefix.path(), &preparation);
         let text = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.success(), expected.is_none(), "{text}");
