@@ -4,8 +4,8 @@
 //! Deployment of the controller.
 
 use std::collections::BTreeMap;
-use std::time::SystemTime;
 
+use diy_mesh_control_plane::clock::Clock;
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1::get_identity_response::Rotation;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -86,6 +86,7 @@ pub async fn observe(
     mut published: watch::Receiver<PublishStatus>,
     mut status: watch::Receiver<Status>,
     namespace: &str,
+    clock: Clock,
     events: Events,
 ) {
     let (mut known, mut next_reminder) = (PublishStatus::default(), 0);
@@ -98,7 +99,7 @@ pub async fn observe(
             events.warn(object, "RootsNotPublished", "Publish", &note);
         }
         known = current;
-        let now = seconds(SystemTime::now());
+        let now = seconds(clock.now());
         let current = status.borrow_and_update().clone();
         if let Some(note) = (current.expiring.as_ref()).filter(|_| current.expiring != expiring) {
             let object = reference("Secret", namespace, SECRET);
@@ -172,7 +173,9 @@ mod tests {
         let (published, publications) = watch::channel(PublishStatus::default());
         let (status, statuses) = watch::channel(Status::default());
         let (events, mut queue) = Events::new();
-        let observing = tokio::spawn(observe(publications, statuses, "service-mesh", events));
+        let clock = Clock::default();
+        let observing = observe(publications, statuses, "service-mesh", clock, events);
+        let observing = tokio::spawn(observing);
         let tell = |note: &str| {
             status.send_modify(|status| status.expiring = Some(note.to_owned()));
         };

@@ -256,7 +256,8 @@ impl Controller {
                 let authority = &self.authority;
                 let (published, status) = (authority.watch_published(), authority.watch_status());
                 let namespace = &config.pod_namespace;
-                events::observe(published, status, namespace, events.clone()).await;
+                let clock = authority.clock().clone();
+                events::observe(published, status, namespace, clock, events.clone()).await;
             }
         };
         let store_edges = async {
@@ -278,7 +279,15 @@ impl Controller {
         );
         let background = async {
             tokio::join!(
-                watch_catalog(&config, &self.client, &freshness, sender, &events, &hub),
+                watch_catalog(
+                    &config,
+                    &self.client,
+                    self.authority.clock(),
+                    &freshness,
+                    sender,
+                    &events,
+                    &hub,
+                ),
                 hub.follow(changes),
                 log_sync(&hub),
                 self.run_authority,
@@ -364,8 +373,8 @@ impl Sources {
         metrics::encode_edges(&self.edges, encoder)?;
         metrics::encode_ages(&self.freshness, encoder)?;
         metrics::encode_ready(&self.readiness, encoder)?;
-        let (status, now) = (self.authority.status(), self.authority.clock().now());
-        authority::status::encode_metrics(&status, now, encoder)
+        let (status, time) = (self.authority.status(), self.authority.clock().verdict());
+        authority::status::encode_metrics(&status, time, encoder)
     }
 }
 
@@ -436,6 +445,7 @@ async fn serve_calls(
 async fn watch_catalog(
     config: &Config,
     client: &Option<kube::Client>,
+    clock: &Clock,
     freshness: &Freshness,
     sender: mpsc::Sender<Event>,
     events: &Events,
@@ -447,7 +457,7 @@ async fn watch_catalog(
             let client = client.clone().expect(CLIENT);
             let report = |kind: &_| events::kind_unreadable(events, namespace, kind);
             let claims = hub.claims();
-            catalog::kubernetes::run(client, config, freshness, sender, claims, report).await
+            catalog::kubernetes::run(client, config, clock, freshness, sender, claims, report).await
         }
         config::Storage::Files(folder) => {
             catalog::files::run(folder.clone(), trust_domain, freshness, sender).await

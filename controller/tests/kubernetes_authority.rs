@@ -299,7 +299,8 @@ impl Replica {
         let observed = authority.clone();
         let task = tokio::spawn(async move {
             let (published, status) = (observed.watch_published(), observed.watch_status());
-            let observe = events::observe(published, status, &mesh, events);
+            let clock = observed.clock().clone();
+            let observe = events::observe(published, status, &mesh, clock, events);
             tokio::join!(run, follow, observe, publish(client, "controller", queue));
         });
         Replica {

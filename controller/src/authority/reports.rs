@@ -246,7 +246,11 @@ impl Observation {
 /// Determines live replicas by the changes of their reports, as this replica sees them. All clocks
 /// may be wrong, also the clock of this replica.
 #[derive(Debug, Default)]
-pub(super) struct Liveness(BTreeMap<String, Seen>);
+pub(super) struct Liveness {
+    seen: BTreeMap<String, Seen>,
+    /// The time of the first update.
+    begun: Option<Instant>,
+}
 
 #[derive(Debug)]
 struct Seen {
@@ -262,9 +266,10 @@ impl Liveness {
         reports: BTreeMap<String, Report>,
         now: Instant,
     ) -> (BTreeMap<String, Report>, Vec<String>) {
-        self.0.retain(|name, _| reports.contains_key(name));
+        self.begun.get_or_insert(now);
+        self.seen.retain(|name, _| reports.contains_key(name));
         let has_changed = |(name, report): &(&String, &Report)| {
-            let seen = self.0.get(*name);
+            let seen = self.seen.get(*name);
             seen.is_some_and(|seen| seen.has_changed || seen.beat != report.beat)
         };
         let unchanged = reports.iter().filter(|one| !has_changed(one));
@@ -276,7 +281,7 @@ impl Liveness {
         let is_excess = |name: &String| unchanged.iter().any(|(_, other)| other == name);
         let (mut live, mut dead) = (BTreeMap::new(), Vec::new());
         for (name, report) in reports {
-            let seen = self.0.entry(name.clone()).or_insert(Seen {
+            let seen = self.seen.entry(name.clone()).or_insert(Seen {
                 beat: report.beat,
                 since: now,
                 has_changed: false,
@@ -296,17 +301,31 @@ impl Liveness {
 
     /// Whether a replica runs. A replica that has stopped long ago may have left an unchanged report.
     pub(super) fn is_certain(&self, name: &str) -> bool {
-        self.0.get(name).is_some_and(Seen::is_certain)
+        self.seen.get(name).is_some_and(Seen::is_certain)
     }
 
-    /// The clocks of replicas that run.
-    pub(super) fn clocks(&self) -> Vec<Reading> {
-        let live = self.0.values().filter(|seen| seen.is_certain());
-        let clocks = live.filter_map(|seen| {
+    /// The clocks of replicas that run, one a host: a replica that was restarted has a new name, and
+    /// its former report still counts. `None`: at the start, the reports have not changed yet.
+    pub(super) fn clocks(&self) -> Option<Vec<Reading>> {
+        let live = self.seen.iter().filter(|(_, seen)| seen.is_certain());
+        let mut latest = BTreeMap::<&str, &Seen>::new();
+        for (name, seen) in live {
+            let host = name.rsplit_once('-').map_or(&**name, |(host, _)| host);
+            let known = latest.entry(host).or_insert(seen);
+            if known.since < seen.since {
+                *known = seen;
+            }
+        }
+        let is_first = |seen: &Seen| Some(seen.since) == self.begun && !seen.has_changed;
+        let mut waiting = self.seen.values().filter(|seen| is_first(seen));
+        if latest.is_empty() && waiting.any(|seen| seen.since.elapsed() < LIVENESS_TIMEOUT) {
+            return None;
+        }
+        let clocks = latest.into_values().filter_map(|seen| {
             let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seen.beat));
             time.map(|time| Reading::new(time, seen.since))
         });
-        clocks.collect()
+        Some(clocks.collect())
     }
 }
 
@@ -516,6 +535,48 @@ mod tests {
         tokio::time::advance(REMOVAL_TIMEOUT).await;
         let idle = vec!["idle".to_owned()];
         assert_eq!(update(3, 5000), ("ahead behind".to_owned(), idle));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn clock_of_a_restarted_replica_counts_once() {
+        let mut liveness = Liveness::default();
+        let mut clocks = |all: &[(&str, u64)]| {
+            let (live, _) = liveness.update(beats(all), Instant::now());
+            assert_eq!(live.len(), all.len());
+            liveness.clocks().map(|clocks| clocks.len())
+        };
+        let second = Duration::from_secs(1);
+        assert_eq!(clocks(&[]), Some(0), "there are no others");
+        tokio::time::advance(second).await;
+        assert_eq!(clocks(&[("one-a", 1), ("two-a", 1)]), Some(0));
+        assert_eq!(clocks(&[("one-a", 2), ("two-a", 2)]), Some(2));
+        tokio::time::advance(10 * second).await;
+        // One was restarted, and its former report still counts.
+        let restarted = [("one-a", 2), ("one-b", 3), ("two-a", 3)];
+        assert_eq!(clocks(&restarted), Some(2));
+        tokio::time::advance(second).await;
+        let restarted = [("one-a", 2), ("one-b", 4), ("two-a", 3)];
+        assert_eq!(clocks(&restarted), Some(2));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn new_replica_waits_for_the_clocks_of_others() {
+        let mut liveness = Liveness::default();
+        let mut are_known = |all: &[(&str, u64)]| {
+            liveness.update(beats(all), Instant::now());
+            liveness.clocks().is_some()
+        };
+        assert!(!are_known(&[("one-a", 1), ("gone-a", 1)]));
+        tokio::time::advance(LIVENESS_TIMEOUT / 2).await;
+        assert!(are_known(&[("one-a", 2), ("gone-a", 1)]));
+        // Another one starts later.
+        assert!(are_known(&[("one-a", 3), ("gone-a", 1), ("two-a", 1)]));
+        let mut alone = Liveness::default();
+        alone.update(beats(&[("gone-a", 1)]), Instant::now());
+        assert!(alone.clocks().is_none());
+        tokio::time::advance(LIVENESS_TIMEOUT).await;
+        alone.update(beats(&[("gone-a", 1), ("new-a", 1)]), Instant::now());
+        assert!(alone.clocks().is_some(), "none has changed for long");
     }
 
     #[tokio::test(start_paused = true)]

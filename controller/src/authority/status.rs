@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::{Duration, SystemTime};
 
+use diy_mesh_control_plane::clock::{Finding, Verdict};
 use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::mesh::v1::get_identity_response::{Authority, Rotation, Workload};
 use diy_mesh_proto::mesh::v1::{Exceptions, GetIdentityResponse};
@@ -220,10 +221,10 @@ pub fn response(
 /// Encodes the metrics of the authority.
 pub fn encode_metrics(
     status: &Status,
-    now: SystemTime,
+    time: Verdict,
     encoder: &mut DescriptorEncoder<'_>,
 ) -> fmt::Result {
-    let now = seconds(now);
+    let now = seconds(time.now);
     let left = |authority: &Authority| authority.not_after.saturating_sub(now) as i64;
     let root = status
         .roots
@@ -253,6 +254,14 @@ pub fn encode_metrics(
                 i64::from(phase.name() == status.rotation.phase),
             )
         }),
+    )?;
+    let findings = Finding::NAMES.into_iter();
+    encode_gauges(
+        encoder,
+        "clocks",
+        "1 for the result of the comparison of clocks",
+        "result",
+        findings.map(|name| (name, i64::from(name == time.finding.name()))),
     )?;
     let sum = |count: fn(&Report) -> u64| status.replicas.values().map(count).sum::<u64>() as i64;
     encode_gauges(
@@ -311,6 +320,7 @@ pub fn workload(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust
 
 #[cfg(test)]
 mod tests {
+    use diy_mesh_control_plane::clock::judge;
     use diy_mesh_proto::mesh::v1::ProxyStatus;
 
     use super::*;
@@ -450,8 +460,9 @@ mod tests {
         )
         .unwrap();
         let render = |status: Status| {
-            Metrics::new(move |encoder| encode_metrics(&status, SystemTime::now(), encoder))
-                .render()
+            let (own, server) = (SystemTime::now(), SystemTime::UNIX_EPOCH);
+            let time = judge(own, Some(server), &[own]);
+            Metrics::new(move |encoder| encode_metrics(&status, time, encoder)).render()
         };
         let text = render(status_of(&state, Vec::new()));
         assert!(
@@ -466,6 +477,11 @@ mod tests {
             text.contains("diy_mesh_controller_rotation_phase{phase=\"switched\"} 0\n"),
             "{text}"
         );
+        // The clock of the API server is the odd one of three.
+        for (result, value) in [("agreement", 0), ("server-differs", 1), ("own-differs", 0)] {
+            let line = format!("diy_mesh_controller_clocks{{result=\"{result}\"}} {value}\n");
+            assert!(text.contains(&line), "{line} {text}");
+        }
         let none = render(StatusSender::new("here", "a").sender.borrow().clone());
         assert!(
             !none.contains("certificate_seconds_left{"),

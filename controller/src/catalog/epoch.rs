@@ -7,8 +7,9 @@
 //! one of the replica that stores it. A subscriber can only cause a read, at most one a second, and
 //! none for a while if its claim was false.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
+use diy_mesh_control_plane::clock::Clock;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::{Api, Client};
@@ -33,6 +34,7 @@ const MIN_READ_INTERVAL: Duration = Duration::from_secs(1);
 pub struct Epoch {
     config_maps: Api<ConfigMap>,
     place: String,
+    clock: Clock,
     claims: Claims,
     changes: mpsc::Sender<Event>,
     known: Option<u64>,
@@ -46,12 +48,14 @@ impl Epoch {
     pub fn new(
         client: Client,
         namespace: &str,
+        clock: Clock,
         claims: Claims,
         changes: mpsc::Sender<Event>,
     ) -> Epoch {
         Epoch {
             config_maps: Api::namespaced(client, namespace),
             place: format!("ConfigMap {namespace}/{CONFIG_MAP}"),
+            clock,
             claims,
             changes,
             known: None,
@@ -111,7 +115,7 @@ impl Epoch {
         let data = stored.as_ref().and_then(|map| map.data.as_ref());
         let value = data.and_then(|data| data.get(FIELD)?.parse().ok());
         let value = value.unwrap_or_default();
-        let now = seconds(SystemTime::now());
+        let now = seconds(self.clock.now());
         let epoch = next(self.known, is_restored, value, now);
         if epoch > value {
             self.store(stored, epoch).await?;
@@ -176,9 +180,16 @@ pub fn next(known: Option<u64>, is_restored: bool, stored: u64, now: u64) -> u64
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
+    use diy_mesh_control_plane::clock::Reading;
+    use tokio::time::Instant;
+
     use super::super::testing::{Server, failure};
     use super::super::watch::Timing;
     use super::*;
+
+    const YEAR: Duration = Duration::from_secs(365 * 24 * 3600);
 
     #[test]
     fn epoch_changes_only_if_a_restore_was_noticed() {
@@ -202,7 +213,14 @@ mod tests {
         let (mut server, cluster) = Server::start(Timing::default()).await;
         let (sender, mut changes) = mpsc::channel(4);
         let claims = cluster.claims.clone();
-        let mut epoch = Epoch::new(cluster.client.clone(), "mesh", claims, sender);
+        // The clock of this replica is 30 years ahead, as the API server and another replica show.
+        let (clock, now) = (
+            Clock::new(|| SystemTime::now() + 30 * YEAR),
+            SystemTime::now(),
+        );
+        let other = Reading::new(now, Instant::now());
+        clock.compare(Some(now), Some(vec![other]));
+        let mut epoch = Epoch::new(cluster.client.clone(), "mesh", clock, claims, sender);
         let (begins, _) = tokio::join!(epoch.read(), server.respond(200, stored("7", "69")));
         assert!(!begins, "it is the first one");
         assert_eq!(changes.try_recv().unwrap().change, Change::Epoch(7));
@@ -228,6 +246,7 @@ mod tests {
         let Change::Epoch(new) = changes.try_recv().unwrap().change else {
             panic!("expected an epoch");
         };
-        assert!(begins && new > 1_700_000_000, "{new}");
+        let now = seconds(now);
+        assert!(begins && (now..now + 60).contains(&new), "{new}");
     }
 }

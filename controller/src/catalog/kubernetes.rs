@@ -7,6 +7,7 @@
 
 use std::time::Duration;
 
+use diy_mesh_control_plane::clock::Clock;
 use futures::future::join_all;
 use kube::Client;
 use tokio::sync::mpsc;
@@ -30,13 +31,15 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 pub async fn run(
     client: Client,
     config: &Config,
+    clock: &Clock,
     freshness: &Freshness,
     changes: mpsc::Sender<Event>,
     claims: &Claims,
     report: impl Fn(&Unreadable),
 ) {
     let namespace = &config.pod_namespace;
-    let mut epoch = Epoch::new(client.clone(), namespace, claims.clone(), changes.clone());
+    let (known, sender) = (claims.clone(), changes.clone());
+    let mut epoch = Epoch::new(client.clone(), namespace, clock.clone(), known, sender);
     // The states of the first proxies have an order.
     epoch.read().await;
     let context = Context {

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::ops::Bound;
 use std::sync::Arc;
 
+use diy_mesh_control_plane::clock::Finding;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_runtime::metrics::Active;
 use futures::StreamExt as _;
@@ -268,6 +269,10 @@ impl ServiceMeshService for Mesh {
         let (trust_domain, trust) = (&context.trust_domain, context.trust.borrow().clone());
         let (authority, namespaces) = (context.authority.status(), &viewer.namespaces);
         let mut page = status::response(authority, trust_domain, Some(&trust), namespaces);
+        page.clocks = match context.authority.clock().verdict().finding {
+            Finding::Agreement => String::new(),
+            finding => finding.to_string(),
+        };
         let page_of_proxies = context.proxies.page(after, MAX_PAGE_WORKLOADS, |proxy| {
             let pod = proxy.pod.as_ref();
             *namespaces == Namespaces::All

@@ -42,12 +42,42 @@ pub enum Finding {
     Disputed(i64),
     /// The own clock differs from the trusted time.
     OwnDiffers(i64),
+    /// The own clock differs from the clock of the API server, and other replicas have not been
+    /// heard yet.
+    Unconfirmed(i64),
+}
+
+impl Finding {
+    /// The names of the findings.
+    pub const NAMES: [&str; 5] = [
+        "agreement",
+        "server-differs",
+        "disputed",
+        "own-differs",
+        "unconfirmed",
+    ];
+
+    /// The name of the finding.
+    pub fn name(self) -> &'static str {
+        let [agreement, server, disputed, own, unconfirmed] = Finding::NAMES;
+        match self {
+            Finding::Agreement => agreement,
+            Finding::ServerDiffers(_) => server,
+            Finding::Disputed(_) => disputed,
+            Finding::OwnDiffers(_) => own,
+            Finding::Unconfirmed(_) => unconfirmed,
+        }
+    }
 }
 
 impl Verdict {
     /// The reason why this replica must not write CAs, certificates and deadlines.
     pub fn error(&self) -> Option<String> {
-        matches!(self.finding, Finding::OwnDiffers(_)).then(|| self.finding.to_string())
+        let is_error = matches!(
+            self.finding,
+            Finding::OwnDiffers(_) | Finding::Unconfirmed(_)
+        );
+        is_error.then(|| self.finding.to_string())
     }
 
     /// Whether no majority of the clocks agrees.
@@ -75,6 +105,12 @@ impl fmt::Display for Finding {
                 f,
                 "the clock of this replica is {} compared with the API server and the other \
                  replicas: it signs no certificate; synchronize the clock of its node",
+                Difference(*seconds)
+            ),
+            Finding::Unconfirmed(seconds) => write!(
+                f,
+                "the clock of this replica is {} compared with the API server: it signs no \
+                 certificate until it has read the clocks of the other replicas",
                 Difference(*seconds)
             ),
         }
@@ -169,6 +205,7 @@ struct Inner {
 struct Readings {
     server: Option<Reading>,
     replicas: Vec<Reading>,
+    are_replicas_expected: bool,
 }
 
 impl Default for Clock {
@@ -207,17 +244,25 @@ impl Clock {
         self.read(|readings| {
             let replicas = readings.replicas.iter().filter_map(Reading::now);
             let server = readings.server.as_ref().and_then(Reading::now);
-            judge(own, server, &replicas.collect::<Vec<_>>())
+            let mut verdict = judge(own, server, &replicas.collect::<Vec<_>>());
+            if let (Some(server), true) = (server, readings.are_replicas_expected)
+                && verdict.is_disputed()
+            {
+                verdict.finding = Finding::Unconfirmed(seconds_between(server, own));
+            }
+            verdict
         })
     }
 
     /// Stores the time of the API server, and the readings of the clocks of other replicas. Without
-    /// a time, the former one counts until it is too old.
-    pub fn compare(&self, server: Option<SystemTime>, replicas: Vec<Reading>) {
+    /// a time, the former one counts until it is too old. `None`: other replicas probably run, but
+    /// their clocks are not known yet.
+    pub fn compare(&self, server: Option<SystemTime>, replicas: Option<Vec<Reading>>) {
         self.read(|readings| {
             let server = server.map(|time| Reading::new(time, Instant::now()));
             readings.server = server.or(readings.server);
-            readings.replicas = replicas;
+            readings.are_replicas_expected = replicas.is_none();
+            readings.replicas = replicas.unwrap_or_default();
         });
     }
 
@@ -341,12 +386,29 @@ mod tests {
     async fn readings_go_on_and_expire() {
         let clock = Clock::new(|| at(0));
         let reading = Reading::new(at(HOUR), Instant::now());
-        clock.compare(Some(at(HOUR)), vec![reading]);
+        clock.compare(Some(at(HOUR)), Some(vec![reading]));
         tokio::time::advance(MAX_AGE).await;
         let minute = 60;
         assert_eq!(clock.now(), at(HOUR + minute));
         assert!(clock.error().is_some());
         tokio::time::advance(Duration::from_millis(1)).await;
         assert_eq!((clock.now(), clock.error()), (at(0), None));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn replica_that_differs_from_the_api_server_signs_nothing_before_it_knows_the_others() {
+        let clock = Clock::new(|| at(HOUR));
+        clock.compare(Some(at(0)), None);
+        let error = clock.error().expect("an error");
+        assert!(
+            error.contains("60 min ahead compared with the API server"),
+            "{error}"
+        );
+        // There is no other replica.
+        clock.compare(Some(at(0)), Some(vec![]));
+        assert_eq!(clock.error(), None);
+        let agreeing = Clock::new(|| at(60));
+        agreeing.compare(Some(at(0)), None);
+        assert_eq!(agreeing.error(), None);
     }
 }

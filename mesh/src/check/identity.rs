@@ -263,12 +263,20 @@ pub(super) fn clocks(facts: &Facts) -> Findings<'_> {
     let Ok(mesh) = &facts.identity else {
         return Ok(Vec::new());
     };
+    let text = "the clocks of controllers and the API server differ by more than five minutes";
+    let advice = "synchronize the clocks of the nodes (chrony, systemd-timesyncd)";
+    let controllers = mesh.clocks.iter();
+    let controllers = controllers.map(|(name, text)| format!("{name}: {text}"));
+    let controllers = Finding::warning(text, advice).if_any(controllers);
     let skewed: Vec<_> = mesh
         .workloads
         .iter()
         .filter(|workload| workload.clock_skew_ms.abs() > CLOCK_SKEW_WARNING_MS)
         .collect();
     if skewed.is_empty() {
+        if controllers.is_some() {
+            return Ok(controllers.into_iter().collect());
+        }
         let text = "the clocks of proxies and controllers are synchronized";
         return Ok(vec![Finding::ok(text)]);
     }
@@ -292,7 +300,6 @@ pub(super) fn clocks(facts: &Facts) -> Findings<'_> {
             "proxies' clocks are off"
         )
     );
-    let advice = "synchronize the clocks of the nodes (chrony, systemd-timesyncd)";
     let exceeds_limit = skewed
         .iter()
         .any(|workload| workload.clock_skew_ms.abs() > MAX_CLOCK_SKEW_MS);
@@ -301,7 +308,8 @@ pub(super) fn clocks(facts: &Facts) -> Findings<'_> {
     } else {
         Finding::warning(text, advice)
     };
-    Ok(vec![finding.with_details(details)])
+    let proxies = finding.with_details(details);
+    Ok(controllers.into_iter().chain([proxies]).collect())
 }
 
 #[cfg(test)]
@@ -464,6 +472,21 @@ mod tests {
             (level_of(-500), level_of(-60_000), level_of(400_000)),
             (Level::Ok, Level::Warning, Level::Problem)
         );
+    }
+
+    #[test]
+    fn clock_of_the_api_server_that_differs_is_a_warning_with_the_names_of_controllers() {
+        let mut facts = facts(300, workload(40_000, 0));
+        let mesh = facts.identity.as_mut().unwrap();
+        let text = "the clock of the API server is 60 min ahead";
+        mesh.clocks.insert("controller-1".into(), text.into());
+        let findings = clocks(&facts).unwrap();
+        assert_eq!(findings.len(), 1);
+        assert_eq!(findings[0].level, Level::Warning);
+        assert_eq!(findings[0].details, [format!("controller-1: {text}")]);
+        let workload = &mut facts.identity.as_mut().unwrap().workloads[0];
+        workload.clock_skew_ms = 400_000;
+        assert_eq!(clocks(&facts).unwrap().len(), 2);
     }
 
     #[test]

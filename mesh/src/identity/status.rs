@@ -76,6 +76,9 @@ pub struct Mesh {
     pub roots: Vec<Authority>,
     /// The reported problems by replica.
     pub problems: BTreeMap<String, String>,
+    /// The differences between the clocks of the controllers and the API server, by replica.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub clocks: BTreeMap<String, String>,
     /// The replicas that responded.
     pub replicas: Vec<String>,
     /// The errors of replicas that did not respond.
@@ -127,13 +130,14 @@ impl Mesh {
                 waiting.extend(rotation.waiting);
             }
         }
-        let problems = responses
-            .replicas
-            .iter()
-            .filter(|(_, status)| !status.problem.is_empty())
-            .map(|(name, status)| (name.clone(), status.problem.clone()));
+        let texts = |text: fn(&GetIdentityResponse) -> &String| {
+            let texts = responses.replicas.iter();
+            let texts = texts.map(|(name, status)| (name.clone(), text(status).clone()));
+            texts.filter(|(_, text)| !text.is_empty()).collect()
+        };
         Self {
-            problems: problems.collect(),
+            problems: texts(|status| &status.problem),
+            clocks: texts(|status| &status.clocks),
             replicas: responses.replicas.keys().cloned().collect(),
             unreachable: responses.unreachable,
             workloads: workloads.into_values().collect(),
