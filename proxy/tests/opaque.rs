@@ -12,8 +12,12 @@ use diy_mesh_proxy::limits::lifetime::Lifetimes;
 use diy_mesh_proxy::upstream::balance::Backend;
 use diy_mesh_testkit::net::{closed_address, listen, read_all, read_until};
 use diy_mesh_testkit::wait::{on_worker, until};
+use socket2::SockRef;
 use support::{App, Mesh, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::task::yield_now;
+use tokio::time::timeout;
 
 #[test]
 fn forwards_server_first_bytes() {
@@ -33,6 +37,35 @@ fn forwards_server_first_bytes() {
         write(&mut client, "still here").await;
         client.shutdown().await.unwrap();
         assert_eq!(read_all(&mut app).await, "still here");
+    });
+}
+
+/// Sends urgent data between other bytes, all of which have arrived before they are read.
+fn send_with_urgent_data(stream: &TcpStream) {
+    let socket = SockRef::from(stream);
+    assert_eq!(socket.send(b"abc").unwrap(), 3);
+    assert_eq!(socket.send_out_of_band(b"!").unwrap(), 1);
+    assert_eq!(socket.send(b"def\n").unwrap(), 4);
+}
+
+#[test]
+fn urgent_data_stays_in_the_stream() {
+    on_worker(async {
+        let (server, address) = listen().await;
+        let mut client = Mesh::new().connect_to(address).await;
+        // The proxy waits for the first bytes, which it inspects.
+        yield_now().await;
+        let readable = timeout(Duration::ZERO, client.readable()).await;
+        assert!(readable.is_err(), "nothing was sent");
+        send_with_urgent_data(&client);
+        let mut app = server.accept().await.unwrap().0;
+        for _ in 0..2 {
+            assert_eq!(read_until(&mut app, "\n").await, "abc!def\n");
+            send_with_urgent_data(&app);
+            assert_eq!(read_until(&mut client, "\n").await, "abc!def\n");
+            send_with_urgent_data(&client);
+        }
+        assert_eq!(read_until(&mut app, "\n").await, "abc!def\n");
     });
 }
 

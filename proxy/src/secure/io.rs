@@ -11,7 +11,7 @@
 //! All connections of a worker share one scratch buffer: a read either returns at once or leaves
 //! the buffer unused. A connection that waits for bytes owns no buffer.
 
-use std::io;
+use std::io::{self, Read as _};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use bytes::{Buf, BytesMut};
 use diy_mesh_runtime::metrics::Active;
 use socket2::SockRef;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
 use crate::limits::lifetime::Lifetime;
@@ -47,10 +47,24 @@ pub struct Io {
     stream: TcpStream,
     tls: Option<Box<Tls>>,
     unread: BytesMut,
+    urgent: Urgent,
     /// Counted among the connections to endpoints.
     _counted: Option<Active>,
     /// The slot of a connection to the proxy.
     slot: Option<Rc<ConnectionSlot>>,
+}
+
+/// Whether bytes after TCP urgent data wait in the socket. A read ends before urgent data, and no
+/// event follows for the bytes that are left, but tokio takes a short read for an empty socket.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Urgent {
+    /// Unknown. They wait for the event of the next packet.
+    #[default]
+    Unexpected,
+    /// Unknown. The next read does not wait for an event.
+    Expected,
+    /// No: the latest read has found the socket empty.
+    Read,
 }
 
 /// The state of a connection with TLS. Only those to other proxies have a lifetime.
@@ -67,6 +81,7 @@ impl Io {
             stream,
             tls: None,
             unread: BytesMut::new(),
+            urgent: Urgent::default(),
             _counted: None,
             slot: None,
         }
@@ -151,12 +166,14 @@ impl Io {
             stream,
             tls,
             unread,
+            urgent,
             ..
         } = self;
         if unread.is_empty() && unread.capacity() > 0 {
             *unread = BytesMut::new();
         }
-        poll_read_once(stream, tls, cx, max_read(MAX_FILL), |bytes, _| {
+        let limit = max_read(MAX_FILL);
+        poll_read_once(stream, tls, urgent, cx, limit, |bytes, _| {
             unread.extend_from_slice(bytes);
             bytes.len()
         })
@@ -170,11 +187,22 @@ impl Io {
         consume: impl FnOnce(&[u8], &mut Context<'_>) -> T,
     ) -> Poll<io::Result<T>> {
         if self.unread.is_empty() {
-            let limit = max_read(MAX_READ);
-            return poll_read_once(&mut self.stream, &mut self.tls, cx, limit, consume);
+            let Self {
+                stream,
+                tls,
+                urgent,
+                ..
+            } = self;
+            return poll_read_once(stream, tls, urgent, cx, max_read(MAX_READ), consume);
         }
         let unread = std::mem::take(&mut self.unread);
         Poll::Ready(Ok(consume(&unread, cx)))
+    }
+
+    /// Reads TCP urgent data without delay from now on, at the cost of a system call more for each
+    /// pause of the peer. `set_options` keeps this data in the stream.
+    pub fn expect_urgent_data(&mut self) {
+        self.urgent = Urgent::Expected;
     }
 
     /// Acknowledges the bytes that were read, at once. A peer with Nagle's algorithm that has written a
@@ -249,11 +277,16 @@ fn session(tls: &mut Option<Box<Tls>>) -> Option<&mut Session> {
 fn poll_read_once<T>(
     stream: &mut TcpStream,
     tls: &mut Option<Box<Tls>>,
+    urgent: &mut Urgent,
     cx: &mut Context<'_>,
     limit: usize,
     consume: impl FnOnce(&[u8], &mut Context<'_>) -> T,
 ) -> Poll<io::Result<T>> {
     let read = |scratch: &mut Vec<u8>| match session(tls) {
+        None if *urgent != Urgent::Unexpected => {
+            let read = ready!(poll_read_urgent(stream, urgent, cx, &mut scratch[..limit]))?;
+            Poll::Ready(Ok(consume(&scratch[..read], cx)))
+        }
         None => {
             let mut buf = ReadBuf::new(&mut scratch[..limit]);
             ready!(Pin::new(stream).poll_read(cx, &mut buf))?;
@@ -265,6 +298,28 @@ fn poll_read_once<T>(
         }
     };
     SCRATCH_BUFFER.with(|buffer| buffer.with_buffer(MAX_READ, read))
+}
+
+/// Reads once. Only a read that would block means that the socket is empty.
+fn poll_read_urgent(
+    stream: &TcpStream,
+    urgent: &mut Urgent,
+    cx: &mut Context<'_>,
+    buf: &mut [u8],
+) -> Poll<io::Result<usize>> {
+    let socket = SockRef::from(stream);
+    loop {
+        let result = if *urgent == Urgent::Expected {
+            (&*socket).read(buf)
+        } else {
+            ready!(stream.poll_read_ready(cx))?;
+            stream.try_io(Interest::READABLE, || (&*socket).read(buf))
+        };
+        match result {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => *urgent = Urgent::Read,
+            result => return Poll::Ready(result),
+        }
+    }
 }
 
 impl AsyncRead for Io {

@@ -55,6 +55,8 @@ pub async fn bidirectional(
     expiry: &mut (impl Future<Output = ()> + Unpin),
     charge: &mut impl FnMut(usize, [u64; 2]) -> bool,
 ) -> Copied {
+    client.expect_urgent_data();
+    upstream.expect_urgent_data();
     let mut upload = Transfer {
         detector,
         ..Transfer::default()

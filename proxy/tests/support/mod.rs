@@ -24,9 +24,11 @@ use diy_mesh_proxy::observe::metrics::Metrics;
 use diy_mesh_proxy::path::connection::carry;
 use diy_mesh_proxy::secure::io::Io;
 use diy_mesh_proxy::upstream::balance::Backend;
+use diy_mesh_proxy::upstream::connect::set_options;
 use diy_mesh_testkit::metrics;
 use diy_mesh_testkit::net::{connected, read_head};
 use diy_mesh_testkit::wait::{TEST_TIMEOUT, on_worker_within};
+use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
@@ -149,6 +151,8 @@ impl Mesh {
         lifetime: Option<Lifetime>,
     ) -> TcpStream {
         let (client, stream) = connected().await;
+        // As an accepted socket has them.
+        set_options(SockRef::from(&stream), Duration::ZERO).unwrap();
         let peer = stream.peer_addr().unwrap();
         let holder = match (direction, &caller) {
             (Direction::Outbound, _) => Holder::App,

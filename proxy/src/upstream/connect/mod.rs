@@ -543,6 +543,8 @@ pub fn set_options(socket: SockRef<'_>, user_timeout: Duration) -> io::Result<()
         .with_interval(Duration::from_secs(15))
         .with_retries(4);
     socket.set_tcp_nodelay(true)?;
+    // Urgent data is a part of the stream: Telnet and FTP send commands so.
+    socket.set_out_of_band_inline(true)?;
     socket.set_tcp_keepalive(&keepalive)?;
     // 0 is the default of the kernel.
     socket.set_tcp_user_timeout(Some(user_timeout))
