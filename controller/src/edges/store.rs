@@ -221,9 +221,11 @@ fn config_map(namespace: &str, content: Vec<u8>, version: Option<String>) -> Con
 mod tests {
     use std::time::UNIX_EPOCH;
 
+    use diy_mesh_control_plane::clock::Reading;
     use diy_mesh_proto::mesh::v1 as proto;
     use proto::get_edges_response::Group;
     use serde_json::{Value, json};
+    use tokio::time::Instant;
 
     use super::*;
     use crate::catalog::testing::{Cluster, Server, failure, list};
@@ -343,6 +345,21 @@ mod tests {
         tokio::join!(run, respond);
         assert!(!edges.has_unstored() && server.early().is_empty());
         assert_eq!(ports(&edges, "shop"), [80, 81, 82]);
+    }
+
+    #[tokio::test]
+    async fn replica_with_a_wrong_clock_deletes_no_observations() {
+        let (_server, cluster, edges, _) = start().await;
+        let now = SystemTime::now();
+        let clock = Clock::new(move || now + 30 * DAY);
+        let other = Reading::new(now, Instant::now());
+        clock.compare(Some(now), Some(vec![other]));
+        report(&edges, "shop", 80, now);
+        let stopped = CancellationToken::new();
+        stopped.cancel();
+        let client = Some(cluster.client.clone());
+        run(client, "mesh", edges.clone(), &clock, &stopped).await;
+        assert_eq!(ports(&edges, "shop"), [80]);
     }
 
     #[tokio::test]

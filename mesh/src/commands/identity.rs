@@ -67,6 +67,11 @@ fn text(mesh: &Mesh, now: u64, colors: Colors) -> String {
     for (name, problem) in &mesh.problems {
         row("", TextStyle::Error.cell(format!("{name}: {problem}")));
     }
+    for (name, text) in &mesh.clocks {
+        if mesh.problems.get(name) != Some(text) {
+            row("", TextStyle::Warning.cell(format!("{name}: {text}")));
+        }
+    }
     for (name, error) in &mesh.unreachable {
         let text = format!("{name} does not respond: {error}");
         row("", (TextStyle::Error, text));
@@ -258,6 +263,8 @@ shop/new     spiffe://cluster.local/ns/shop/sa/till  pending
             .insert("controller-2".into(), "gone".into());
         mesh.problems
             .insert("controller-1".into(), "Secret a/b holds no CA".into());
+        let clocks = "the clock of the API server is 60 min ahead".to_owned();
+        mesh.clocks.insert("controller-1".into(), clocks);
         mesh.workloads[0].acknowledged = false;
         mesh.workloads[0].certificate_issuer = "bb".into();
         mesh.workloads[0].clock_skew_ms = -90_000;
@@ -267,6 +274,7 @@ shop/new     spiffe://cluster.local/ns/shop/sa/till  pending
             "waiting for shop/till-1 to trust",
             "controller-2 does not respond: gone",
             "controller-1: Secret a/b holds no CA",
+            "controller-1: the clock of the API server is 60 min ahead",
             "previous CA",
             "outdated",
             "1 min 30 s behind",

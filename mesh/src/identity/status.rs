@@ -209,12 +209,19 @@ mod tests {
                     &[("till", 3, "new")],
                 ),
             ),
-            ("c".to_owned(), status("switched", 9, &["y to renew"], &[])),
+            (
+                "c".to_owned(),
+                GetIdentityResponse {
+                    clocks: "they differ".to_owned(),
+                    ..status("switched", 9, &["y to renew"], &[])
+                },
+            ),
         ]);
         let mesh = Mesh::merge(Responses {
             replicas,
             unreachable: BTreeMap::from([("d".into(), "gone".into())]),
         });
+        assert_eq!(mesh.clocks, [("c".into(), "they differ".into())].into());
         assert_eq!(
             (mesh.rotation.phase.as_str(), mesh.rotation.waiting.len()),
             ("switched", 2)
