@@ -56,7 +56,7 @@ test: tools ## run the tests of all crates, and a sandbox test of each feature; 
 	@cargo build --bins $(PROGRAMS:%=-p %)
 	@SANDBOX_TESTS='$(FEATURES)' .ci/totals cargo test $(RUNNER) --workspace --exclude diy-mesh-bench --exclude diy-mesh-proxy-fuzz --lib $(addprefix --test ,$(filter-out memory,$(COMPONENT_TESTS)) tidy documents sandbox) --no-fail-fast
 
-test-all: MORE := curl:curl ip:iproute2 iptables-restore:iptables openssl:openssl nft:nftables c++:g++ promtool:prometheus chromium:chromium
+test-all: MORE := curl:curl ip:iproute2 iptables-restore:iptables openssl:openssl nft:nftables c++:g++ valgrind:valgrind promtool:prometheus chromium:chromium
 test-all: tools ## run all tests that need no cluster; tests in namespaces need root (QUOTA=25: with this percentage of the CPU; TESTS='--test sandbox')
 	@cargo build --workspace --bins
 	@.ci/totals cargo test $(RUNNER) $(or $(TESTS),--workspace) --no-fail-fast
