@@ -130,10 +130,7 @@ fn is_of_value(byte: u8) -> bool {
 /// Whether this is a `:path`: begins with a slash, or is `*`, and has no byte that the crate `http`
 /// refuses in paths and queries. Many clients send quotes and braces without percent-encoding.
 pub(crate) fn is_path(path: &[u8]) -> bool {
-    let is_of_path = |byte: &u8| match byte {
-        b'!' | b'"' | b'$'..=b';' | b'=' | b'?'..=b'_' | b'a'..=b'~' | 0x80.. => true,
-        _ => false,
-    };
+    let is_of_path = |byte: &u8| matches!(byte, b'!' | b'"' | b'$'..=b';' | b'=' | b'?'..=b'_' | b'a'..=b'~' | 0x80..);
     let is_of_query = |byte: &u8| matches!(byte, b'!' | b'$'..=b';' | b'=' | b'?'..=b'~' | 0x80..);
     let end = path.iter().position(|byte| *byte == b'?');
     let end = end.unwrap_or(path.len());
