@@ -1,6 +1,6 @@
 //! The instructions that fixed exchanges take, counted by valgrind. They do not depend on the load of
-//! the machine: more of them than recorded are a change that makes every request slower. The programs
-//! are those of the dev profile. Client and application are a few reads and writes, and count too.
+//! the machine: a rise makes every request slower. The code has the dev profile. Client and
+//! application are a few reads and writes, and count too.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]
