@@ -91,16 +91,12 @@ impl Fields {
         self.count += 1;
     }
 
-    /// Gives the first field with this name, which is in lower case, another value, and the last place.
+    /// Replaces the fields with this name, which is in lower case, by one at the last place.
     pub fn replace(&mut self, name: &str, value: &HeaderValue) {
-        let named = self
-            .visible()
-            .find(|entry| entry.name == name.as_bytes())
-            .map(|entry| entry.at);
-        if let Some(at) = named {
-            self.entries[at] |= HIDDEN;
-            let flags = u8::from(value.is_sensitive()) * SENSITIVE;
-            self.write(flags, name.as_bytes(), value.as_bytes());
+        let before = self.count;
+        self.retain(|other| other != name.as_bytes());
+        if self.count < before {
+            self.append(name.as_bytes(), value.as_bytes(), value.is_sensitive());
         }
     }
 
@@ -264,6 +260,16 @@ mod tests {
         fields
     }
 
+    /// The next hop may take the first value or the last: both are the new one.
+    #[test]
+    fn replaced_field_has_only_the_new_value() {
+        let mut changed = fields(&[("grpc-timeout", "1S"), ("a", "1"), ("grpc-timeout", "9H")]);
+        changed.replace("grpc-timeout", &HeaderValue::from_static("500m"));
+        changed.replace("missing", &HeaderValue::from_static("x"));
+        assert_eq!(changed, fields(&[("a", "1"), ("grpc-timeout", "500m")]));
+        assert_eq!((changed.len(), changed.size()), (2, 2 * 32 + 2 + 16));
+    }
+
     #[test]
     fn removed_and_replaced_fields_leave_the_others() {
         let mut changed = fields(&[("a", "1"), ("b", "2"), ("a", "3"), ("c", "")]);
@@ -271,13 +277,10 @@ mod tests {
         changed.retain(|name| name != b"b");
         changed.replace("a", &HeaderValue::from_static("longer"));
         changed.replace("missing", &HeaderValue::from_static("x"));
-        assert_eq!(changed, fields(&[("a", "3"), ("c", ""), ("a", "longer")]));
-        assert_eq!((changed.len(), changed.is_empty()), (3, false));
-        assert_eq!(changed.size(), 3 * 32 + 2 + 1 + 7);
-        assert_eq!(
-            changed.get_all("a").collect::<Vec<_>>(),
-            [&b"3"[..], b"longer"]
-        );
+        assert_eq!(changed, fields(&[("c", ""), ("a", "longer")]));
+        assert_eq!((changed.len(), changed.is_empty()), (2, false));
+        assert_eq!(changed.size(), 2 * 32 + 1 + 7);
+        assert_eq!(changed.get_all("a").collect::<Vec<_>>(), [b"longer"]);
         assert_eq!((changed.get("b"), changed.get("c")), (None, Some(&b""[..])));
         assert_eq!(changed.text(path), b"/path");
         let copy = changed.clone();
