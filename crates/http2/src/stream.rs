@@ -14,6 +14,9 @@ use crate::{Error, Fields};
 /// The maximum number of interim responses that wait for one stream's task. Further ones are dropped.
 const MAX_INTERIM: usize = 16;
 
+/// The number of places of a connection with few streams.
+const FEW_PLACES: usize = 8;
+
 /// The place of a stream, and the identifier that tells it from others at the same place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
@@ -148,8 +151,8 @@ impl Stream {
 }
 
 thread_local! {
-    /// The memory of a connection that has no streams any more.
-    static SPARE: Cell<Streams> = Cell::default();
+    /// The memory of connections that have no streams any more: with few places, and with many.
+    static SPARE: [Cell<Streams>; 2] = Default::default();
 }
 
 /// The streams of a connection, by place, and by identifier.
@@ -181,8 +184,8 @@ impl Hasher for IdHasher {
 impl Streams {
     /// Adds a stream with a larger identifier than all before.
     pub fn insert(&mut self, id: u32, stream: Stream) -> Key {
-        if self.slots.capacity() == 0 {
-            *self = SPARE.take();
+        if self.free.is_empty() && self.slots.len() == self.slots.capacity() {
+            self.grow();
         }
         let place = self.free.pop().unwrap_or(self.slots.len());
         match self.slots.get_mut(place) {
@@ -218,7 +221,27 @@ impl Streams {
         }
         // A quiet connection holds nothing for its past streams.
         if self.places.is_empty() {
-            SPARE.set(mem::take(self));
+            mem::take(self).lend();
+        }
+    }
+
+    /// Takes memory with few places, later with many: a stream that stays open does not hold what a burst
+    /// of others needed.
+    fn grow(&mut self) {
+        let has_few = self.slots.capacity() > 0;
+        let mut larger = SPARE.with(|spare| spare[usize::from(has_few)].take());
+        larger.slots.append(&mut self.slots);
+        larger.places.extend(self.places.drain());
+        mem::replace(self, larger).lend();
+    }
+
+    /// Gives memory without streams to other connections.
+    fn lend(mut self) {
+        self.slots.clear();
+        self.free.clear();
+        let has_many = self.slots.capacity() > FEW_PLACES;
+        if self.slots.capacity() > 0 {
+            SPARE.with(|spare| spare[usize::from(has_many)].set(self));
         }
     }
 
@@ -240,5 +263,81 @@ impl Streams {
 
     pub fn is_empty(&self) -> bool {
         self.places.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use fastrand::Rng;
+
+    use super::*;
+
+    fn stream(mark: u32) -> Stream {
+        Stream {
+            owed: mark,
+            ..Stream::new(Receiving::Body, Sending::Body, (0, 0))
+        }
+    }
+
+    #[test]
+    fn long_stream_holds_no_places_of_an_earlier_burst() {
+        let (mut burst, mut long) = (Streams::default(), Streams::default());
+        let mut all = || -> usize {
+            let keys: Vec<_> = (0..200).map(|id| burst.insert(id, stream(id))).collect();
+            let capacity = burst.slots.capacity();
+            keys.into_iter().for_each(|key| burst.remove(key));
+            assert_eq!(burst.slots.capacity(), 0);
+            capacity
+        };
+        let capacity = all();
+        long.insert(1, stream(1));
+        assert!(long.slots.capacity() <= FEW_PLACES);
+        // Another burst has the places of the earlier one.
+        let many = || SPARE.with(|spare| spare[1].take());
+        let spare = many();
+        assert_eq!(spare.slots.capacity(), capacity);
+        spare.lend();
+        assert_eq!(all(), capacity);
+        assert_eq!(many().slots.capacity(), capacity);
+    }
+
+    /// The connections of a thread share memory: none finds the streams of another.
+    #[test]
+    fn streams_are_found_by_their_connection_only() {
+        let mut rng = Rng::with_seed(1);
+        let mut connections: [(Streams, BTreeMap<u32, Key>); 3] = Default::default();
+        let (mut gone, mut next_id) = (Vec::new(), 1);
+        for round in 0..20_000 {
+            let at = rng.usize(..3);
+            let (streams, known) = &mut connections[at];
+            // Each connection grows to a burst, and shrinks to none.
+            if rng.usize(..500) + 250 > round % 1000 {
+                known.insert(next_id, streams.insert(next_id, stream(next_id)));
+                next_id += 2;
+            } else if let Some(id) = rng.choice(known.keys().copied().collect::<Vec<_>>()) {
+                let key = known.remove(&id).expect("a stream");
+                streams.remove(key);
+                gone.push((at, key));
+            }
+            assert_eq!(
+                (streams.len(), streams.is_empty()),
+                (known.len(), known.is_empty())
+            );
+            for (id, key) in known.iter() {
+                assert_eq!((streams.find(*id), streams.has(*key)), (Some(*key), true));
+                assert_eq!(streams.get(*key).owed, *id);
+            }
+            for (at, key) in gone.iter().rev().take(20) {
+                let (streams, _) = &connections[*at];
+                assert_eq!((streams.find(key.id), streams.has(*key)), (None, false));
+            }
+        }
+        for (streams, known) in &connections {
+            let mut keys = streams.keys();
+            keys.sort_by_key(|key| key.id);
+            assert_eq!(keys, known.values().copied().collect::<Vec<_>>());
+        }
     }
 }
