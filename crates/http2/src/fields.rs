@@ -301,4 +301,50 @@ mod tests {
         assert_eq!(back.len(), 4);
         assert!(!format!("{back:?}").contains("secret\""));
     }
+
+    /// Names and values have the lengths at which their numbers get another byte.
+    #[test]
+    fn fields_are_those_of_a_list() {
+        let mut rng = fastrand::Rng::with_seed(1);
+        for _ in 0..500 {
+            let (mut fields, mut list, mut texts) = (Fields::default(), Vec::new(), Vec::new());
+            for _ in 0..rng.usize(..20) {
+                let value = vec![b'v'; [0, 1, 255, 256, 65_535, 65_536, 70_000][rng.usize(..7)]];
+                let length = [1, 1, 2, 255, 256, 65_535][rng.usize(..6)];
+                let name = str::repeat(["a", "b"][rng.usize(..2)], length);
+                match rng.u8(..8) {
+                    0 => texts.push((fields.keep(&value), value)),
+                    1 => {
+                        fields.retain(|other| other != name.as_bytes());
+                        list.retain(|(other, _, _)| *other != name);
+                    }
+                    2 => {
+                        fields.replace(&name, &HeaderValue::from_bytes(&value).unwrap());
+                        let before = list.len();
+                        list.retain(|(other, _, _)| *other != name);
+                        if list.len() < before {
+                            list.push((name, value, false));
+                        }
+                    }
+                    3 => fields = fields.clone(),
+                    kind => {
+                        let is_sensitive = kind == 4;
+                        fields.append(name.as_bytes(), &value, is_sensitive);
+                        list.push((name, value, is_sensitive));
+                    }
+                }
+            }
+            let expected = list
+                .iter()
+                .map(|(name, value, is_sensitive)| (name.as_bytes(), &value[..], *is_sensitive));
+            assert!(fields.with_sensitivity().eq(expected));
+            assert_eq!(
+                (fields.len(), fields.is_empty()),
+                (list.len(), list.is_empty())
+            );
+            for (text, expected) in texts {
+                assert!(fields.text(text) == expected);
+            }
+        }
+    }
 }

@@ -1,10 +1,15 @@
 //! Heads of messages: which are malformed, and how fields become requests and responses.
 
+use fastrand::Rng;
+use http::uri::{Authority, PathAndQuery, Scheme};
+use http::{HeaderMap, Method};
+
 use super::bench::*;
 use super::*;
 use crate::Connection;
 use crate::frame::setting;
-use crate::hpack::{Decoder, Field};
+use crate::hpack::{Decoder, Encoder, Field};
+use crate::message::{Section, write_request};
 
 type Pair = (&'static str, &'static str);
 
@@ -300,4 +305,130 @@ fn a_request_without_a_path_has_a_slash() {
         let expected = (":path".to_owned(), path.to_owned());
         assert!(fields.contains(&expected), "{uri}: {fields:?}");
     }
+}
+
+/// A name and a value.
+type RawField = (Vec<u8>, Vec<u8>);
+
+/// Requests with random faults have the same fields as with the types of the crate `http`, or are
+/// malformed like these.
+#[test]
+fn heads_are_valid_as_in_the_crate_http() {
+    let mut rng = Rng::with_seed(1);
+    let (mut encoder, mut decoder) = (Encoder::new(), Decoder::new(4096));
+    let mut valid = 0;
+    for round in 0..20_000 {
+        let fields = random_head(&mut rng);
+        let mut block = Vec::new();
+        encoder.begin(&mut block);
+        for (name, value) in &fields {
+            encoder.field(name, value, name == b"cookie", &mut block);
+        }
+        let mut section = Section::default();
+        let pushed = decoder.decode(&block, |field| section.push(field, 1 << 20));
+        pushed.expect("a field block");
+        let head = section.request().ok().map(|received| received.message);
+        let expected = expected_fields(&fields);
+        let map = head.as_ref().map(|head| HeaderMap::from(&head.fields));
+        assert_eq!(map, expected, "{round}: {fields:?}");
+        let Some(head) = head else { continue };
+        valid += 1;
+        // The next hop gets the fields in their order, and may index the same ones.
+        let mut block = Vec::new();
+        write_request(&mut Encoder::new(), &head.clone(), &mut block);
+        let mut sent = Vec::new();
+        let keep = |field: &Field<'_>| {
+            assert_eq!(field.is_sensitive, field.name == b"cookie");
+            sent.push((field.name.to_vec(), field.value.to_vec()));
+            true
+        };
+        Decoder::new(4096).decode(&block, keep).expect("a block");
+        // Pseudo-fields come first, in any order.
+        let [sent, fields] = [sent, fields].map(|mut fields| {
+            let is_header = |(name, _): &RawField| !name.starts_with(b":");
+            let count = fields.iter().position(is_header).unwrap_or(fields.len());
+            fields[..count].sort();
+            fields
+        });
+        assert_eq!(sent, fields);
+    }
+    assert!((5000..15_000).contains(&valid), "{valid} valid heads");
+}
+
+/// A request, in most cases with one to three faults: another byte, or another place, or no place.
+fn random_head(rng: &mut Rng) -> Vec<RawField> {
+    let cookie = format!("c={}", rng.u8(..4));
+    let mut fields = [
+        METHOD,
+        SCHEME,
+        AUTHORITY,
+        (":path", "/a?b"),
+        ("te", "trailers"),
+        ("cookie", "a=b"),
+        ("x-name", "value"),
+        ("cookie", &cookie),
+    ]
+    .map(|(name, value)| (name.as_bytes().to_vec(), value.as_bytes().to_vec()))
+    .to_vec();
+    for _ in 0..rng.usize(..4) {
+        let at = rng.usize(..fields.len());
+        let other = rng.usize(..fields.len());
+        match rng.u8(..16) {
+            0 => fields.swap(at, other),
+            1 => fields.insert(other, fields[at].clone()),
+            2 if fields.len() > 1 => drop(fields.remove(at)),
+            3 => {
+                let names = ["upgrade", "connection", "keep-alive", ":status", ":other"];
+                fields[at].0 = names[rng.usize(..names.len())].into();
+            }
+            kind => {
+                let text = if kind < 7 {
+                    &mut fields[at].0
+                } else {
+                    &mut fields[at].1
+                };
+                let position = rng.usize(..=text.len());
+                text.insert(position, rng.u8(..));
+            }
+        }
+    }
+    fields
+}
+
+/// The fields of a request by the crate `http` and RFC 9113, section 8, or `None` if it is malformed.
+fn expected_fields(fields: &[RawField]) -> Option<HeaderMap> {
+    let (mut map, mut pseudo) = (HeaderMap::new(), Vec::new());
+    for (name, value) in fields {
+        let is_valid = match &name[..] {
+            b":method" => Method::from_bytes(value).is_ok(),
+            b":scheme" => !value.is_empty() && Scheme::try_from(&value[..]).is_ok(),
+            b":authority" => Authority::try_from(&value[..]).is_ok(),
+            b":path" => {
+                let is_path = value.starts_with(b"/") && !value.contains(&b'#');
+                is_path && PathAndQuery::try_from(&value[..]).is_ok()
+            }
+            _ => {
+                let name = HeaderName::from_lowercase(name).ok()?;
+                let of_connection = ["upgrade", "connection", "keep-alive"];
+                let is_te = name == "te" && !value.eq_ignore_ascii_case(b"trailers");
+                let is_quoted = name.as_str().contains('"');
+                if is_te || is_quoted || of_connection.contains(&name.as_str()) {
+                    return None;
+                }
+                let is_space = |byte: Option<&u8>| matches!(byte, Some(b' ' | b'\t'));
+                if is_space(value.first()) || is_space(value.last()) {
+                    return None;
+                }
+                map.append(name, HeaderValue::from_bytes(value).ok()?);
+                continue;
+            }
+        };
+        if !is_valid || !map.is_empty() || pseudo.contains(&name) {
+            return None;
+        }
+        pseudo.push(name);
+    }
+    let required = [":method", ":scheme", ":path"];
+    let has = |required: &str| pseudo.iter().any(|name| **name == required.as_bytes());
+    required.into_iter().all(has).then_some(map)
 }
