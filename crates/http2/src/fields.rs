@@ -210,6 +210,7 @@ impl From<&HeaderMap> for Fields {
     }
 }
 
+/// A map of the fields, or of the first ones if they are more than a map can have.
 impl From<&Fields> for HeaderMap {
     fn from(fields: &Fields) -> Self {
         let mut map = Self::new();
@@ -218,7 +219,9 @@ impl From<&Fields> for HeaderMap {
                 (HeaderName::from_bytes(name), HeaderValue::from_bytes(value))
             {
                 value.set_sensitive(is_sensitive);
-                map.append(name, value);
+                if map.try_append(name, value).is_err() {
+                    break;
+                }
             }
         }
         map
@@ -288,6 +291,15 @@ mod tests {
         changed.retain(|_| false);
         assert!(changed.is_empty() && changed.iter().next().is_none());
         assert_eq!(changed.text(path), b"/path");
+    }
+
+    #[test]
+    fn map_has_the_first_of_too_many_fields() {
+        let mut many = Fields::default();
+        (0..40_000).for_each(|number| many.append(format!("a{number}").as_bytes(), b"", false));
+        let map = HeaderMap::from(&many);
+        assert!((20_000..40_000).contains(&map.len()), "{}", map.len());
+        assert!((0..map.len()).all(|number| map.contains_key(format!("a{number}"))));
     }
 
     #[test]

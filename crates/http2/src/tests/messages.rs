@@ -360,7 +360,7 @@ fn random_head(rng: &mut Rng) -> Vec<RawField> {
     let cookie = format!("c={}", rng.u8(..4));
     let mut fields = [
         METHOD,
-        SCHEME,
+        (":scheme", "https"),
         AUTHORITY,
         (":path", "/a?b"),
         ("te", "trailers"),
