@@ -61,6 +61,11 @@ impl Fields {
         self.visible().map(size).sum()
     }
 
+    /// The memory that is held, also for removed fields and for pseudo-fields.
+    pub fn memory(&self) -> usize {
+        self.entries.capacity()
+    }
+
     /// The names and values.
     pub fn iter(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
         self.visible().map(|entry| (entry.name, entry.value))
@@ -300,6 +305,21 @@ mod tests {
         let map = HeaderMap::from(&many);
         assert!((20_000..40_000).contains(&map.len()), "{}", map.len());
         assert!((0..map.len()).all(|number| map.contains_key(format!("a{number}"))));
+    }
+
+    /// Removed fields stay in memory, in copies too: they cost as much as before.
+    #[test]
+    fn removed_fields_and_earlier_texts_count_as_memory() {
+        let long = [b'v'; 10_000];
+        let mut changed = fields(&[("a", "1")]);
+        changed.append(b"b", &long, false);
+        changed.retain(|name| name != b"b");
+        assert_eq!(changed.size(), 32 + 2);
+        assert!(changed.memory() > 10_000);
+        changed.keep(&long);
+        changed.keep(b"/");
+        let copy = changed.clone();
+        assert!(copy.memory() > 20_000 && copy.memory() <= changed.memory() + ADDED);
     }
 
     #[test]

@@ -48,7 +48,7 @@ impl CallHead {
     pub fn size(&self) -> usize {
         match self {
             Self::Http1 { head, .. } => head.len(),
-            Self::Http2(head) => http2::head::size(head),
+            Self::Http2(head) => head.fields.memory(),
         }
     }
 }

@@ -53,7 +53,7 @@ pub(super) fn start(opened: Opened, stream: Stream) -> Result<(), Failure> {
         receiver: body,
     } = opened;
     let mut memory = stream.flow.charge();
-    let cost = STREAM_COST + head::size(&head);
+    let cost = STREAM_COST + head.fields.memory();
     let refused = memory.begin(cost).err();
     if refused.is_some() {
         memory.hold(cost)?;
@@ -218,12 +218,12 @@ impl Exchange {
         // 8. Serve.
         attempt.in_flight.connected();
         self.judge_again().map_err(AttemptError::last)?;
-        let request = self.next_request(attempt, &lease);
-        let (places, is_complete) = (
-            self.client.stream.places.clone(),
-            self.client.upload.is_done(),
-        );
-        let (sender, receiver) = match lease.send(&request, is_complete, Some(places)) {
+        let sent = {
+            let request = self.next_request(attempt, &lease);
+            let places = self.client.stream.places.clone();
+            lease.send(&request, self.client.upload.is_done(), Some(places))
+        };
+        let (sender, receiver) = match sent {
             Ok(stream) => stream,
             Err(error) => return self.failed(&error, attempt, &lease, false),
         };
@@ -278,14 +278,13 @@ impl Exchange {
             return Err(error);
         }
         self.client.upload.discard_replay();
-        let size = response.fields.size();
-        if is_cut || size > MAX_SECTION {
+        if is_cut || response.fields.size() > MAX_SECTION {
             upstream.sender.reset(ErrorCode::ENHANCE_YOUR_CALM);
             let limit = TooLarge::Header;
             let failure = Failure::UpstreamTooLarge { address, limit };
             return Err(AttemptError::last(failure));
         }
-        self.client.cost += size;
+        self.client.cost += response.fields.memory();
         if self.client.charge(0).is_err() {
             return Err(AttemptError::last(Failure::MemoryExhausted));
         }

@@ -98,7 +98,7 @@ pub(super) fn set_deadline(head: &mut Request, deadline: Deadline) {
 }
 
 /// The size of a request's head, counted as in RFC 9113, section 6.5.2.
-pub fn size(head: &Request) -> usize {
+fn size(head: &Request) -> usize {
     head.path().unwrap_or_default().len() + head.fields.size()
 }
 
