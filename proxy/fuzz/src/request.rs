@@ -115,7 +115,9 @@ fn http2(form: Form, method: &[u8], host: &[u8], path: &[u8], fields: &Pairs) ->
     let has_spaces = host.trim_ascii().len() < host.len();
     let is_tunnel = method.eq_ignore_ascii_case(b"CONNECT");
     let has_form = form != Form::Absolute || path.starts_with(b"/");
-    if has_spaces || is_tunnel || !has_form || path.contains(&b'#') {
+    // `Request::from` adds a slash.
+    let lacks_slash = path.starts_with(b"?");
+    if has_spaces || is_tunnel || !has_form || lacks_slash || path.contains(&b'#') {
         return None;
     }
     let mut uri = http::uri::Parts::default();
