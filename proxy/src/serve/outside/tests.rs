@@ -130,15 +130,25 @@ impl Names {
     }
 }
 
-/// A server outside of the cluster, which counts its connections and answers with its name.
+/// A server outside of the cluster, which counts its connections.
 struct Server {
     address: SocketAddr,
     connections: Rc<Cell<usize>>,
 }
 
 impl Server {
-    async fn new(address: &str, greeting: &'static str) -> Self {
-        let listener = TcpListener::bind(address).await.unwrap();
+    /// Two servers with the same port, which no other test has.
+    async fn pair() -> [Self; 2] {
+        loop {
+            let first = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let port = first.local_addr().unwrap().port();
+            if let Ok(second) = TcpListener::bind(("127.0.0.2", port)).await {
+                return [Self::of(first), Self::of(second)];
+            }
+        }
+    }
+
+    fn of(listener: TcpListener) -> Self {
         let address = listener.local_addr().unwrap();
         let connections = Rc::new(Cell::new(0));
         let counted = connections.clone();
@@ -147,7 +157,6 @@ impl Server {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 counted.set(counted.get() + 1);
                 tokio::task::spawn_local(async move {
-                    stream.write_all(greeting.as_bytes()).await.unwrap();
                     let mut bytes = [0; 4096];
                     while let Ok(read @ 1..) = stream.read(&mut bytes).await {
                         let body = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n".as_bytes();
@@ -196,8 +205,7 @@ impl Pod {
         policy: Arc<Policy>,
         discovery: impl FnOnce(watch::Receiver<Option<Arc<Policy>>>) -> Discovery,
     ) -> Self {
-        let dialed = Server::new("127.0.0.1:0", "").await;
-        let named = Server::new(&format!("127.0.0.2:{}", dialed.address.port()), "").await;
+        let [dialed, named] = Server::pair().await;
         let (sender, receiver) = watch::channel(Some(policy));
         let mut worker = Worker::new(WorkerContext {
             discovery: discovery(receiver),
