@@ -36,8 +36,9 @@ use crate::routes::spec::{
 };
 
 /// The maximum length of the JSON of a custom resource. Nothing of a longer one applies: the trees of
-/// values that show its dropped fields take up to 30 times their length. Objects of other kinds apply at any length, and only
-/// their known fields are read: connections to an unknown pod or Service would be plaintext.
+/// values that show its dropped fields take up to 30 times their length. Objects of other kinds apply
+/// at any length, and only their known fields are read: connections to an unknown pod or Service would
+/// be plaintext.
 pub const MAX_OBJECT_BYTES: usize = 1024 * 1024;
 
 /// The dropped fields that a condition names.

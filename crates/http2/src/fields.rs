@@ -105,7 +105,7 @@ impl Fields {
         }
     }
 
-    /// Removes the fields with other names than these.
+    /// Keeps the fields whose names pass, and removes the others.
     pub fn retain(&mut self, mut is_kept: impl FnMut(&[u8]) -> bool) {
         let mut at = 0;
         while let Some(entry) = Entry::read(&self.entries, at) {

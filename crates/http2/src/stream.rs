@@ -225,8 +225,8 @@ impl Streams {
         }
     }
 
-    /// Takes memory with few places, later with many: a stream that stays open does not hold what a burst
-    /// of others needed.
+    /// Takes memory with few places, later with many: a stream that stays open does not hold the places
+    /// that an earlier burst has left.
     fn grow(&mut self) {
         let has_few = self.slots.capacity() > 0;
         let mut larger = SPARE.with(|spare| spare[usize::from(has_few)].take());

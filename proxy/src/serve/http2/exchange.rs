@@ -621,6 +621,7 @@ impl Protocol for Http2 {
     fn prepare(exchange: &mut Exchange, plan: &Plan, flow: &Flow) -> Result<(), Failure> {
         let own = flow.request_edits();
         let prepared = head::prepare(&mut exchange.head, exchange.added.edits(plan, &own));
+        exchange.client.cost = STREAM_COST + exchange.head.fields.memory();
         let request = head::view(&exchange.head);
         exchange.record.request(&request, Edits::default());
         let copied = || CallHead::Http2(Box::new(exchange.head.clone()));
@@ -634,6 +635,7 @@ impl Protocol for Http2 {
             .added
             .edits(plan, &own)
             .apply(&mut exchange.head.fields);
+        exchange.client.cost = STREAM_COST + exchange.head.fields.memory();
         let request = head::view(&exchange.head);
         exchange.record.request(&request, Edits::default());
     }

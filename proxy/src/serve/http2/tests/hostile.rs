@@ -427,6 +427,32 @@ fn bodies_that_are_kept_for_another_attempt_are_charged() {
     });
 }
 
+/// The field that names the caller does not fit into the memory of the head, which doubles.
+#[test]
+fn heads_that_grow_by_edits_are_charged() {
+    on_worker(async {
+        const STREAMS: usize = 10;
+        const LENGTH: usize = 16_000;
+        let mesh = Mesh::new();
+        let app = Backend::alone(stalled_reader().await);
+        let caller = "spiffe://cluster.local/ns/shop/sa/web".parse().unwrap();
+        let caller = Caller::Peer(Arc::new(caller));
+        let mut client = connect(mesh.carry(Direction::Inbound, &app, caller).await).await;
+        let used = || mesh.worker.admission.used_bytes(&[]);
+        let mut open = Vec::new();
+        for _ in 0..STREAMS {
+            poll_fn(|cx| client.poll_ready(cx)).await.unwrap();
+            let mut request = grpc("/");
+            let long = "v".repeat(LENGTH).parse().unwrap();
+            request.headers_mut().insert("x-long", long);
+            open.push(client.send_request(request, false).unwrap());
+        }
+        until(|| used() > STREAMS * 2 * LENGTH).await;
+        drop(open);
+        until(|| used() < 4 * LENGTH).await;
+    });
+}
+
 /// One request has a stream of the endpoint, which is silent. The bodies of the others wait.
 #[test]
 fn bodies_that_wait_for_an_endpoint_are_charged_and_released() {
