@@ -9,7 +9,7 @@ ARG PROGRAMS=compiled
 FROM rust:1.95-slim-bookworm AS compiled
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ARG PROFILE=dist
-ENV CARGO_PROFILE_DEV_DEBUG=none CARGO_PROFILE_DEV_STRIP=debuginfo
+ENV CARGO_PROFILE_DEV_STRIP=debuginfo
 WORKDIR /src
 COPY . .
 # Cargo compares modification times. The cache may contain newer artifacts of other sources, so changed files get the current time.
