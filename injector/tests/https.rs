@@ -11,14 +11,16 @@ use clap::Parser;
 use diy_mesh_injector::config::{Config, Flags, ServingCertificate};
 use diy_mesh_injector::{Error, Injector};
 use diy_mesh_model::sidecar::Settings;
+use http::header::AUTHORIZATION;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use k8s_openapi::ByteString;
+use rustls::client::WantsClientCert;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, ServerName};
-use rustls::{ClientConfig, RootCertStore};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, ConfigBuilder, RootCertStore};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use tempfile::TempDir;
@@ -29,6 +31,7 @@ use tokio::task::JoinHandle;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
+use diy_mesh_testkit::authority;
 use diy_mesh_testkit::http::get;
 use diy_mesh_testkit::metrics;
 use diy_mesh_testkit::process::Process;
@@ -102,15 +105,8 @@ impl Running {
 
     /// Sends a request over a new connection.
     async fn http1(&self, request: Request<Full<Bytes>>) -> (StatusCode, Bytes) {
-        let stream = self
-            .tls(b"http/1.1", "127.0.0.1")
-            .await
-            .expect("a TLS connection");
-        let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
-            .await
-            .expect("HTTP/1.1");
-        tokio::spawn(connection);
-        read(sender.send_request(request).await.expect("an answer")).await
+        let stream = self.tls(b"http/1.1", "127.0.0.1").await;
+        send(stream.expect("a TLS connection"), request).await
     }
 
     async fn admin(&self, path: &str) -> (u16, String) {
@@ -129,7 +125,21 @@ async fn tls(
     handshake(config, name, stream).await
 }
 
+async fn send(stream: TlsStream<TcpStream>, request: Request<Full<Bytes>>) -> (StatusCode, Bytes) {
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
+        .await
+        .expect("HTTP/1.1");
+    tokio::spawn(connection);
+    read(sender.send_request(request).await.expect("an answer")).await
+}
+
 fn client_config(ca_file: &Path, protocol: &[u8]) -> ClientConfig {
+    let mut config = trusting(ca_file).with_no_client_auth();
+    config.alpn_protocols = vec![protocol.to_vec()];
+    config
+}
+
+fn trusting(ca_file: &Path) -> ConfigBuilder<ClientConfig, WantsClientCert> {
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_file_iter(ca_file).expect("a CA file") {
         roots
@@ -137,12 +147,10 @@ fn client_config(ca_file: &Path, protocol: &[u8]) -> ClientConfig {
             .expect("a root");
     }
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let builder = ClientConfig::builder_with_provider(provider)
+    ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
-        .expect("versions");
-    let mut config = builder.with_root_certificates(roots).with_no_client_auth();
-    config.alpn_protocols = vec![protocol.to_vec()];
-    config
+        .expect("versions")
+        .with_root_certificates(roots)
 }
 
 async fn handshake(
@@ -412,13 +420,31 @@ async fn denies_ephemeral_containers_of_injected_pods_with_the_uid_of_the_proxy(
 #[tokio::test]
 async fn serves_an_api_server_that_authenticates_to_webhooks() {
     let injector = injector().await;
-    // It sends a token, and a certificate if the webhook requests one, which the injector does not.
-    let mut request = post("/pods", &review(&pod("true")));
-    let token = "Bearer eyJhbGciOiJub25lIn0.e30.".parse().expect("a header");
-    request.headers_mut().insert("authorization", token);
-    let (status, body) = injector.http1(request).await;
-    assert_eq!(status, StatusCode::OK);
-    assert_eq!(response(&body)["patchType"], "JSONPatch");
+    // Its kubeconfig for webhooks contains a token, a certificate of a CA that the injector does not
+    // know, or both.
+    let authority::Server { leaf, key, .. } = authority::server("kube-apiserver");
+    let leaf = CertificateDer::from_pem_slice(leaf.as_bytes()).expect("a certificate");
+    let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).expect("a key");
+    let builder = trusting(&injector.ca_file());
+    let with_certificate = builder.with_client_auth_cert(vec![leaf], key);
+    let with_certificate = with_certificate.expect("a client certificate");
+    let without = client_config(&injector.ca_file(), b"http/1.1");
+    let token = "Bearer eyJhbGciOiJub25lIn0.e30.";
+    for (config, token) in [
+        (without, Some(token)),
+        (with_certificate.clone(), None),
+        (with_certificate, Some(token)),
+    ] {
+        let mut request = post("/pods", &review(&pod("true")));
+        let token = token.map(|token| token.parse().expect("a header"));
+        let fields = token.map(|token| (AUTHORIZATION, token));
+        request.headers_mut().extend(fields);
+        let stream = TcpStream::connect(injector.address).await.expect("TCP");
+        let stream = handshake(config, "127.0.0.1", stream).await;
+        let (status, body) = send(stream.expect("a TLS connection"), request).await;
+        assert_eq!(status, StatusCode::OK);
+        assert_eq!(response(&body)["patchType"], "JSONPatch");
+    }
 }
 
 #[tokio::test]

@@ -26,6 +26,8 @@ pub struct Server {
     pub root: String,
     /// The certificate as PEM.
     pub leaf: String,
+    /// The private key of the certificate as PEM.
+    pub key: String,
     /// The TLS configuration, without ALPN protocols.
     pub config: ServerConfig,
 }
@@ -37,16 +39,17 @@ pub fn server(name: &str) -> Server {
     let root = ca.self_signed(&ca_key).unwrap().pem();
     let leaf = CertificateParams::new([name.to_owned()]).unwrap();
     let leaf = leaf.signed_by(&key, &Issuer::new(ca, ca_key)).unwrap();
-    let key = PrivatePkcs8KeyDer::from(key.serialize_der());
+    let der = PrivatePkcs8KeyDer::from(key.serialize_der());
     let config = ServerConfig::builder_with_provider(Arc::new(default_provider()))
         .with_safe_default_protocol_versions()
         .unwrap()
         .with_no_client_auth()
-        .with_single_cert(vec![leaf.der().clone()], key.into())
+        .with_single_cert(vec![leaf.der().clone()], der.into())
         .unwrap();
     Server {
         root,
         leaf: leaf.pem(),
+        key: key.serialize_pem(),
         config,
     }
 }
