@@ -202,7 +202,7 @@ pub static SETTINGS: [Setting; 22] = [
         annotation: "diy-service-mesh/proxy-cpu-request",
         values: "a quantity: `100m`",
         description: "CPU time that the proxy requests",
-        flag: flag("proxy-cpu-request", "PROXY_CPU_REQUEST", "10m"),
+        flag: flag("proxy-cpu-request", "PROXY_CPU_REQUEST", "50m"),
         read: |settings, value| set(&mut settings.cpu.request, quantity(value)),
     },
     Setting {
@@ -560,7 +560,7 @@ mod tests {
         );
         assert_eq!(
             resources(json!({memory: "none"})),
-            json!({"requests": {"cpu": "10m", "memory": "16Mi"}})
+            json!({"requests": {"cpu": "50m", "memory": "16Mi"}})
         );
     }
 

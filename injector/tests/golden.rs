@@ -216,7 +216,7 @@ fn pods_have_a_proxy_that_fits_limit_ranges_quotas_and_guaranteed_pods() {
         }
     };
     resources("limit-range.yaml", ["50m", "100m"], ["64Mi", "128Mi"]);
-    resources("resource-quota.yaml", ["10m", "200m"], ["16Mi", "256Mi"]);
+    resources("resource-quota.yaml", ["50m", "200m"], ["16Mi", "256Mi"]);
     resources("guaranteed.yaml", ["100m", "100m"], ["64Mi", "64Mi"]);
 }
 

@@ -52,23 +52,23 @@ fn pod_level_resources_are_raised_by_the_proxy() {
     let (proxy, pod, warnings) = fitted(&json!({}), &pod, &json!([])).expect("it fits");
     assert_eq!(
         proxy,
-        json!({"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "256Mi"}})
+        json!({"requests": {"cpu": "50m", "memory": "16Mi"}, "limits": {"memory": "256Mi"}})
     );
     assert_eq!(
         pod,
-        json!({"requests": {"cpu": "510m", "memory": "272Mi"},
-            "limits": {"cpu": "1010m", "memory": "1280Mi", "hugepages-2Mi": "2Mi"}})
+        json!({"requests": {"cpu": "550m", "memory": "272Mi"},
+            "limits": {"cpu": "1050m", "memory": "1280Mi", "hugepages-2Mi": "2Mi"}})
     );
     assert_eq!(
         warnings,
         [
-            "spec.resources of the pod is raised by the resources of the proxy: requests.cpu from \"0.5\" to 510m, requests.memory from \"256Mi\" to 272Mi, limits.cpu from \"1\" to 1010m, limits.memory from \"1Gi\" to 1280Mi; annotation diy-service-mesh/resources: keep leaves it as it is"
+            "spec.resources of the pod is raised by the resources of the proxy: requests.cpu from \"0.5\" to 550m, requests.memory from \"256Mi\" to 272Mi, limits.cpu from \"1\" to 1050m, limits.memory from \"1Gi\" to 1280Mi; annotation diy-service-mesh/resources: keep leaves it as it is"
         ]
     );
     // A resource that the pod does not name stays the sum of its containers.
     let pod = json!({"requests": {"cpu": 0}, "limits": null});
     let (_, pod, _) = fitted(&json!({}), &pod, &json!([])).expect("it fits");
-    assert_eq!(pod, json!({"requests": {"cpu": "10m"}, "limits": null}));
+    assert_eq!(pod, json!({"requests": {"cpu": "50m"}, "limits": null}));
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn guaranteed_pods_stay_guaranteed_where_both_resources_are_named() {
 fn a_guaranteed_pod_that_becomes_burstable_gets_a_warning() {
     let guaranteed = json!([container("1", "1Gi")]);
     let (proxy, _, warnings) = fitted(&json!({}), &Value::Null, &guaranteed).expect("it fits");
-    assert_eq!(proxy["requests"]["cpu"], "10m");
+    assert_eq!(proxy["requests"]["cpu"], "50m");
     assert!(
         warnings.len() == 1 && warnings[0].contains("becomes Burstable"),
         "{warnings:?}"
@@ -140,18 +140,18 @@ fn a_guaranteed_pod_that_becomes_burstable_gets_a_warning() {
 fn kept_resources_of_a_pod_reduce_the_proxy_to_its_minimum_at_most() {
     let keep = json!({named("resources"): "keep"});
     let apps = json!([container("100m", "100Mi")]);
-    let pod = json!({"requests": {"cpu": "110m", "memory": "116Mi"}, "limits": {"cpu": "100m", "memory": "128Mi"}});
+    let pod = json!({"requests": {"cpu": "150m", "memory": "116Mi"}, "limits": {"cpu": "100m", "memory": "128Mi"}});
     let (proxy, after, warnings) = fitted(&keep, &pod, &apps).expect("it fits");
     assert_eq!(proxy["limits"], json!({"memory": "128Mi"}));
     assert_eq!((after, warnings), (pod, Vec::new()));
 
-    let pod = json!({"requests": {"cpu": "109m", "memory": "116Mi"}, "limits": {"cpu": "99m", "memory": "63Mi"}});
+    let pod = json!({"requests": {"cpu": "149m", "memory": "116Mi"}, "limits": {"cpu": "99m", "memory": "63Mi"}});
     let problems = fitted(&keep, &pod, &apps).expect_err("it does not fit");
     assert_eq!(
         problems,
         [
             "spec.resources.limits.cpu of the pod is \"99m\", less than the 100m that the proxy needs: raise it, or remove annotation diy-service-mesh/resources: keep",
-            "spec.resources.requests.cpu of the pod is \"109m\", which the requests of its containers and 10m of the proxy exceed: raise it, or remove annotation diy-service-mesh/resources: keep",
+            "spec.resources.requests.cpu of the pod is \"149m\", which the requests of its containers and 50m of the proxy exceed: raise it, or remove annotation diy-service-mesh/resources: keep",
             "spec.resources.limits.memory of the pod is \"63Mi\", less than the 64Mi that the proxy needs: raise it, or remove annotation diy-service-mesh/resources: keep",
         ]
     );
