@@ -4,15 +4,15 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use diy_mesh_controller::authenticate::PodRef;
 use diy_mesh_controller::authorization::parse;
 use diy_mesh_controller::hub::{Hub, Resources};
 use diy_mesh_controller::index::object::{
-    Change, Inbound, Key, Kind, Object, Pod, PodReference, Resource, Service, ServicePort, Slice,
+    Change, Inbound, Object, Pod, PodReference, Resource, Service, ServicePort, Slice,
     SliceEndpoint, SlicePort, TargetPort, Transport,
 };
+use diy_mesh_controller::object::{Key, Kind, Meta, PodRef};
 use diy_mesh_controller::policy::parse::policy;
-use diy_mesh_controller::routes::parse::{Meta, route};
+use diy_mesh_controller::routes::parse::route;
 use serde_json::json;
 
 const SERVICES: u32 = 5_000;

@@ -11,7 +11,6 @@ use diy_mesh_proto::mesh::v1::get_identity_response::Rotation;
 use k8s_openapi::api::core::v1::ObjectReference;
 use tokio::sync::watch;
 
-use crate::authenticate::PodRef;
 use crate::authority::publish::PublishStatus;
 use crate::authority::publish::config_maps::CONFIG_MAP;
 use crate::authority::state::{Phase, seconds};
@@ -20,7 +19,7 @@ use crate::authority::store::kubernetes::SECRET;
 use crate::catalog::freshness::Unreadable;
 use crate::catalog::resource;
 use crate::index::excess::APPLIES_TO_ALL_PORTS;
-use crate::routes::{Condition, RouteStatus};
+use crate::object::{Condition, ObjectStatus, PodRef};
 
 /// Time in one phase of a rotation until it counts as stuck, and between its events, in seconds.
 const MAX_PHASE_DURATION: u64 = 3600;
@@ -35,7 +34,7 @@ pub fn of_pod(events: &Events, pod: &PodRef, reason: &str, action: &str, note: &
 }
 
 /// Queues an event about a condition of a route, or of the ports of a Service, that does not hold.
-pub fn route_not_accepted(events: &Events, route: &RouteStatus, condition: &Condition) {
+pub fn route_not_accepted(events: &Events, route: &ObjectStatus, condition: &Condition) {
     let object = ObjectReference {
         uid: Some(route.uid.to_string()).filter(|uid| !uid.is_empty()),
         api_version: Some(resource(route.kind).api_version),

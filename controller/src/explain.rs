@@ -16,16 +16,16 @@ use proto::route_filter::Kind as FilterKind;
 use serde_json::Value;
 
 use crate::catalog;
-use crate::index::object::{Change, Key, Kind};
+use crate::index::object::Change;
 use crate::index::{Index, Touched};
-use crate::routes::attach::{RouteId, Table};
+use crate::object::{Key, Kind, ObjectId, ObjectStatus, TargetReference};
+use crate::routes::attach::Table;
 use crate::routes::filters::is_redirect;
 use crate::routes::model::{Match, Rule};
 use crate::routes::programmed::shown;
-use crate::routes::{ParentReference, RouteStatus};
 
 /// The statuses of the routes and policies among these objects.
-pub fn statuses(objects: &[Value]) -> Vec<RouteStatus> {
+pub fn statuses(objects: &[Value]) -> Vec<ObjectStatus> {
     index(objects, "", TRUST_DOMAIN).0.route_statuses()
 }
 
@@ -111,14 +111,14 @@ pub fn summary(index: &Index, service: &Key, clients: &str) -> Option<GetRoutesR
 
 /// The objects that decide about the requests of these clients, from their namespace and from the
 /// namespace of the Service.
-pub fn deciding(index: &Index, service: &Key, clients: &str) -> Vec<RouteId> {
+pub fn deciding(index: &Index, service: &Key, clients: &str) -> Vec<ObjectId> {
     let all = index.objects_of_service(service).into_iter();
     let own = all.filter(|(_, key)| [&*service.namespace, clients].contains(&&*key.namespace));
     own.collect()
 }
 
 /// The conditions of an object for the Service that do not hold.
-pub fn problems_of(index: &Index, service: &Key, id: &RouteId) -> Vec<String> {
+pub fn problems_of(index: &Index, service: &Key, id: &ObjectId) -> Vec<String> {
     let status = index.status(id).ok().flatten();
     let of_status = status
         .iter()
@@ -127,7 +127,7 @@ pub fn problems_of(index: &Index, service: &Key, id: &RouteId) -> Vec<String> {
 }
 
 /// The conditions of an object for some of its parents that do not hold.
-fn problems(status: &RouteStatus, is_parent: impl Fn(&ParentReference) -> bool) -> Vec<String> {
+fn problems(status: &ObjectStatus, is_parent: impl Fn(&TargetReference) -> bool) -> Vec<String> {
     let parents = status.parents.iter();
     let parents = parents.filter(|parent| is_parent(&parent.parent));
     let conditions = parents.flat_map(|parent| &parent.conditions);

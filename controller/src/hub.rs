@@ -34,19 +34,17 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use crate::authenticate::PodRef;
 use crate::authorization;
 use crate::authorization::keys::schedule::Schedule;
 use crate::index::claims::Claims;
 use crate::index::dependencies::CONFIGURATION;
 use crate::index::locality::Location;
-use crate::index::object::{Event, Key, Kind, Resource};
+use crate::index::object::{Event, Resource};
 use crate::index::{Index, Touched};
-use crate::routes::RouteStatus;
-use crate::routes::attach::RouteId;
+use crate::object::{Key, Kind, ObjectId, ObjectStatus, PodRef, Withheld};
 use crate::routes::programmed::Reports;
 use crate::routes::programmed::exchange::Page;
-use crate::routes::statuses::{Statuses, Withheld};
+use crate::routes::statuses::Statuses;
 pub use acknowledgements::Rejection;
 use history::History;
 pub use resources::{Notifications, Resources};
@@ -104,7 +102,7 @@ pub struct Hub {
     /// Notified after each change.
     changed: watch::Sender<()>,
     /// The objects whose status may have changed since they were last taken.
-    changed_statuses: watch::Sender<BTreeSet<RouteId>>,
+    changed_statuses: watch::Sender<BTreeSet<ObjectId>>,
     /// The keys of issuers: when to fetch which, and what was fetched.
     fetches: Arc<Mutex<Schedule>>,
     /// The outcomes of routes and policies at connected proxies.
@@ -350,7 +348,7 @@ impl Hub {
         self.meshed.subscribe()
     }
 
-    fn mark_statuses(&self, changed: BTreeSet<RouteId>) {
+    fn mark_statuses(&self, changed: BTreeSet<ObjectId>) {
         self.changed_statuses.send_if_modified(|all| {
             let before = all.len();
             all.extend(changed);
@@ -565,11 +563,11 @@ impl Hub {
 }
 
 impl Statuses for Hub {
-    fn with_status(&self) -> BTreeSet<RouteId> {
+    fn with_status(&self) -> BTreeSet<ObjectId> {
         self.index().with_status()
     }
 
-    fn get(&self, id: &RouteId) -> Result<Option<RouteStatus>, Withheld> {
+    fn get(&self, id: &ObjectId) -> Result<Option<ObjectStatus>, Withheld> {
         let mut status = self.index().status(id)?;
         if let Some(status) = &mut status {
             self.reports().add_to(status);
@@ -578,7 +576,7 @@ impl Statuses for Hub {
         Ok(status)
     }
 
-    fn changed(&self) -> &watch::Sender<BTreeSet<RouteId>> {
+    fn changed(&self) -> &watch::Sender<BTreeSet<ObjectId>> {
         &self.changed_statuses
     }
 }

@@ -356,7 +356,8 @@ mod tests {
     use tokio::sync::mpsc;
 
     use super::*;
-    use crate::index::object::{Change, Key, Object, Pod, Resource};
+    use crate::index::object::{Change, Object, Pod, Resource};
+    use crate::object::Key;
 
     #[test]
     fn renders_each_series_with_its_label() {

@@ -13,8 +13,9 @@ use bytes::Bytes;
 use diy_mesh_proto::mesh::v1::ProxyStatus;
 use tokio::time::Instant;
 
-use crate::authenticate::{Caller, PodRef};
+use crate::authenticate::Caller;
 use crate::index::Index;
+use crate::object::PodRef;
 use watches::Watches;
 
 /// The time for which a report of traffic counts: proxies send one every 10 seconds.

@@ -309,7 +309,7 @@ pub mod testing {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::authenticate::PodRef;
+    use crate::object::PodRef;
 
     fn caller(user: &str, uid: Option<&str>) -> Caller {
         Caller {

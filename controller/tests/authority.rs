@@ -9,14 +9,15 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
-use diy_mesh_controller::authenticate::{Caller, PodRef};
+use diy_mesh_controller::authenticate::Caller;
 use diy_mesh_controller::authority::state::Phase;
 use diy_mesh_controller::authority::status::Status;
 use diy_mesh_controller::authority::{
     self, AuthorityHandle, Options, Roots, Storage, TrustSender, self_signed,
 };
 use diy_mesh_controller::hub::Hub;
-use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
+use diy_mesh_controller::index::object::{Change, Object, Pod};
+use diy_mesh_controller::object::{Key, Kind, PodRef};
 use diy_mesh_controller::proxies::{ConnectedGuard, Proxies};
 use diy_mesh_proto::mesh::v1::ProxyStatus;
 use diy_mesh_testkit::authority::ca;

@@ -13,12 +13,13 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_control_plane::events::{Events, publish};
-use diy_mesh_controller::authenticate::{Caller, PodRef};
+use diy_mesh_controller::authenticate::Caller;
 use diy_mesh_controller::authority::state::Phase;
 use diy_mesh_controller::authority::{self, AuthorityHandle, Options, Roots, Storage, self_signed};
 use diy_mesh_controller::events;
 use diy_mesh_controller::hub::Hub;
-use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
+use diy_mesh_controller::index::object::{Change, Object, Pod};
+use diy_mesh_controller::object::{Key, Kind, PodRef};
 use diy_mesh_controller::proxies::Proxies;
 use diy_mesh_proto::mesh::v1::ProxyStatus;
 use diy_mesh_testkit::wait::{eventually, soon};

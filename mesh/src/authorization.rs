@@ -12,10 +12,9 @@ use std::{
     sync::Arc,
 };
 
-use diy_mesh_controller::{
-    explain::authorization,
-    index::{Index, object::Key},
-};
+use diy_mesh_controller::explain::authorization;
+use diy_mesh_controller::index::Index;
+use diy_mesh_controller::object::Key;
 use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
 use diy_mesh_proto::{
     authorization::{Authorization, Call as Judged, Denial, Request, Token, authorizers, edge},

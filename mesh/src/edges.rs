@@ -4,10 +4,9 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use anyhow::{Context, Result};
-use diy_mesh_controller::{
-    edges,
-    index::object::{ContainerPort, Inbound, Key, Pod, Transport},
-};
+use diy_mesh_controller::edges;
+use diy_mesh_controller::index::object::{ContainerPort, Inbound, Pod, Transport};
+use diy_mesh_controller::object::Key;
 use diy_mesh_model::{
     identity::{Identity, TRUST_DOMAIN},
     ports::PortSet,

@@ -3,7 +3,9 @@
 use std::{fs, path::PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use diy_mesh_controller::{explain, index::Index, kinds::Kind};
+use diy_mesh_controller::explain;
+use diy_mesh_controller::index::Index;
+use diy_mesh_controller::object::Kind;
 use diy_mesh_injector::{
     config::Settings,
     patch::{Candidate, NamespaceLabels, Verdict, decide},

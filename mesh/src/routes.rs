@@ -3,9 +3,8 @@
 //! server.
 
 use diy_mesh_controller::catalog::resources;
-use diy_mesh_controller::kinds::{self, Kind};
-use diy_mesh_controller::policy;
-use diy_mesh_controller::routes::PARTIALLY_INVALID;
+use diy_mesh_controller::object::condition::PARTIALLY_INVALID;
+use diy_mesh_controller::object::{Kind, kind};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::{
     Api, Client,
@@ -18,7 +17,7 @@ use serde_json::{Value, json};
 use crate::cluster::{self, describe_error};
 
 /// The API group of routes.
-pub const GROUP: &str = kinds::GATEWAY;
+pub const GROUP: &str = kind::GATEWAY;
 /// The `controllerName` of the entries of the mesh in `status.parents`.
 pub(crate) const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
 
@@ -129,7 +128,7 @@ impl Parent {
 
     /// Conditions of the mesh itself that do not hold, and that a part of the route is invalid.
     pub fn problems(&self) -> impl Iterator<Item = &Condition> {
-        let domain = format!("{}/", policy::GROUP);
+        let domain = format!("{}/", kind::GROUP);
         let own = self.conditions.iter();
         own.filter(move |one| match &*one.kind {
             PARTIALLY_INVALID => one.holds,
@@ -253,7 +252,7 @@ pub async fn definitions(client: &Client) -> Result<Vec<Value>, String> {
     let gateway = ["httproutes", "grpcroutes", "referencegrants", "tcproutes"];
     let gateway = gateway.map(|plural| format!("{plural}.{GROUP}"));
     let policies = ["trafficpolicies", "authorizationpolicies"];
-    let policies = policies.map(|plural| format!("{plural}.{}", policy::GROUP));
+    let policies = policies.map(|plural| format!("{plural}.{}", kind::GROUP));
     let resource = ApiResource::erase::<CustomResourceDefinition>(&());
     let api: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
     let mut definitions = Vec::new();

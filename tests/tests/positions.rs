@@ -13,12 +13,13 @@ use diy_mesh_controller::hub::{Hub, Resources};
 use diy_mesh_controller::index::claims::{Claims, Subject};
 use diy_mesh_controller::index::dependencies;
 use diy_mesh_controller::index::object::{
-    Change, Event, Key, Kind, Object, Resource, Service, ServicePort, Slice, SliceEndpoint,
-    SlicePort, TargetPort, Transport,
+    Change, Event, Object, Resource, Service, ServicePort, Slice, SliceEndpoint, SlicePort,
+    TargetPort, Transport,
 };
 use diy_mesh_controller::index::position::Known;
 use diy_mesh_controller::index::state::State;
-use diy_mesh_controller::index::version::Version;
+use diy_mesh_controller::object::version::Version;
+use diy_mesh_controller::object::{Key, Kind};
 use diy_mesh_proxy::discovery::position::{MAX_REFUSAL, Order, Position};
 use tokio::time::{Instant, advance};
 

@@ -10,8 +10,9 @@ use std::sync::{Mutex, PoisonError};
 use diy_mesh_jwt::{Expected, Keys, KeysError, Refused};
 use serde::Deserialize;
 
-use super::{Accepted, AuthError, Caller, PodRef, refused, wrong_audience};
+use super::{Accepted, AuthError, Caller, refused, wrong_audience};
 use crate::file::Stamp;
+use crate::object::PodRef;
 
 /// The tolerated clock skew of the issuer, in seconds.
 const LEEWAY: u64 = 10;

@@ -10,7 +10,6 @@ mod precheck;
 mod tokenreview;
 
 use std::collections::{HashMap, VecDeque};
-use std::fmt;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -22,8 +21,8 @@ use diy_mesh_runtime::admission::{Admission, network};
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 
-use crate::index::object::Key;
 use crate::metrics::Metrics;
+use crate::object::PodRef;
 pub use access::Namespaces;
 pub use jwks::Jwks;
 
@@ -51,26 +50,7 @@ pub struct Caller {
     pub pod: Option<PodRef>,
 }
 
-/// A pod, distinguished by its UID from a successor with the same name.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PodRef {
-    /// The namespace.
-    pub namespace: Arc<str>,
-    /// The name.
-    pub name: Arc<str>,
-    /// The UID.
-    pub uid: Arc<str>,
-}
-
 impl PodRef {
-    /// Namespace and name.
-    pub fn key(&self) -> Key {
-        Key {
-            namespace: self.namespace.clone(),
-            name: self.name.clone(),
-        }
-    }
-
     /// The pod of a service account's token, in the namespace of the account. `None` if a part is
     /// missing.
     fn of(user: &str, name: Option<&str>, uid: Option<&str>) -> Option<PodRef> {
@@ -84,12 +64,6 @@ impl PodRef {
             name: name.into(),
             uid: uid.into(),
         })
-    }
-}
-
-impl fmt::Display for PodRef {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.namespace, self.name)
     }
 }
 

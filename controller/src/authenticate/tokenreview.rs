@@ -5,7 +5,8 @@ use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenRe
 use kube::api::{Api, PostParams};
 use serde::Deserialize;
 
-use super::{Accepted, AuthError, Caller, PodRef, refused, wrong_audience};
+use super::{Accepted, AuthError, Caller, refused, wrong_audience};
+use crate::object::PodRef;
 
 /// The sender of a token. The account of `client` needs the verb `create` on `tokenreviews`.
 pub(super) async fn review(client: &kube::Client, token: &str) -> Result<Accepted, AuthError> {

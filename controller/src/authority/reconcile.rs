@@ -32,7 +32,7 @@ use super::status::StatusSender;
 use super::store::{Store, StoreError, Stored, Written};
 use super::{Roots, Trust, TrustSender};
 use crate::hub::Hub;
-use crate::index::object::Kind;
+use crate::object::Kind;
 use crate::proxies::Proxies;
 use crate::routes::programmed::exchange::Page;
 

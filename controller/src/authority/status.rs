@@ -324,10 +324,10 @@ mod tests {
     use diy_mesh_proto::mesh::v1::ProxyStatus;
 
     use super::*;
-    use crate::authenticate::PodRef;
     use crate::authority::Roots;
     use crate::authority::testing::start;
     use crate::metrics::Metrics;
+    use crate::object::PodRef;
 
     fn trust(state: &CaState) -> Trust {
         let roots = Roots::new(state.roots().into_iter().map(|root| root.der.clone()));

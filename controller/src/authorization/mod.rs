@@ -17,13 +17,11 @@ use diy_mesh_proto::mesh::v1 as proto;
 use prost::Message;
 use proto::authorization_policy::Action;
 
-use crate::checked::Checked;
-use crate::index::object::Key;
-use crate::index::version::{self, Version};
-use crate::routes::model::Rejection;
-use crate::routes::parse::Meta;
-use crate::routes::{ALLOWS_ALL, Condition, FIELDS_DROPPED, ParentReference};
-use keys::{Entry, Fetched, Source};
+use crate::object::condition::{ALLOWS_ALL, FIELDS_DROPPED};
+use crate::object::issuer_keys::{Entry, Source};
+use crate::object::version::{self, Version};
+use crate::object::{Checked, Condition, Key, Meta, Rejection, TargetReference};
+use keys::Fetched;
 use server::Server;
 use spec::{Requirement, Selector};
 
@@ -183,7 +181,7 @@ impl AuthorizationPolicy {
     /// A policy. With a rejection, it denies the calls of its targets.
     pub fn with(
         meta: Meta,
-        parents: Vec<ParentReference>,
+        parents: Vec<TargetReference>,
         targets: Arc<[Target]>,
         directions: &'static [Direction],
         effect: Result<Effect, (Rejection, Mode)>,

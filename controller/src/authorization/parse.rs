@@ -23,17 +23,16 @@ use diy_mesh_proto::policy::Violation;
 use proto::authorization_policy::Action;
 use proto::authorization_source::Kind as SourceKind;
 
-use super::keys::{self, Entry};
 use super::spec::{AuthorizationPolicySpec, Destination, Rule, Selector, Source};
 use super::{
     AuthorizationPolicy, Direction, Effect, INVALID, MAX_BYTES, Mode, Rules, TOO_LARGE, Target,
-    name,
+    keys, name,
 };
-use crate::fields::{field, fields, null, one_of, read_known, string, within};
-use crate::index::object::Key;
-use crate::routes::UNSUPPORTED_VALUE;
-use crate::routes::model::Rejection;
-use crate::routes::parse::{Meta, bounded, refuse, shortened, unsupported};
+use crate::object::condition::UNSUPPORTED_VALUE;
+use crate::object::fields::{field, fields, null, one_of, read_known, string, within};
+use crate::object::issuer_keys::Entry;
+use crate::object::rejection::{bounded, refuse, shortened, unsupported};
+use crate::object::{Key, Meta, Rejection};
 use issuers::issuer;
 use requests::request;
 pub(super) use targets::reference;

@@ -2,9 +2,7 @@
 
 use std::fmt;
 
-use crate::index::object::Key;
-use crate::routes::Condition;
-use crate::routes::model::Rejection;
+use crate::object::{Condition, Key, Rejection};
 
 /// A port of a Service.
 #[derive(Clone, Debug, PartialEq, Eq)]

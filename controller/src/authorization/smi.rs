@@ -14,12 +14,10 @@ use serde_json::{Value, json};
 
 use super::spec::Selector;
 use super::{AuthorizationPolicy, Direction, INVALID, Mode, Target, parse};
-use crate::checked::Checked;
-use crate::fields::{NULL, read};
-use crate::index::object::{Key, Kind};
-use crate::routes::UNSUPPORTED_VALUE;
-use crate::routes::model::Rejection;
-use crate::routes::parse::{Meta, shortened};
+use crate::object::condition::UNSUPPORTED_VALUE;
+use crate::object::fields::{NULL, read};
+use crate::object::rejection::shortened;
+use crate::object::{Checked, Key, Kind, Meta, Rejection};
 
 /// Before the name of a TrafficTarget among policies. No object has a slash in its name.
 const PREFIX: &str = "TrafficTarget/";
@@ -376,10 +374,11 @@ mod tests {
 
     use super::*;
     use crate::catalog;
-    use crate::index::object::Change;
+    use crate::index::locality::Location;
+    use crate::index::object::{Change, Object, Resource};
     use crate::index::state::TargetKind;
     use crate::index::tests::pod;
-    use crate::index::{Index, Touched, locality::Location, object::Object, object::Resource};
+    use crate::index::{Index, Touched};
 
     const OBJECTS: &str = r#"
 {apiVersion: access.smi-spec.io/v1alpha3, kind: TrafficTarget, metadata: {name: t, namespace: shop},

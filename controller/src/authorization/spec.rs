@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 #[cfg(test)]
 use super::tests::crd;
-use crate::fields::Milliseconds;
+use crate::object::fields::Milliseconds;
 
 /// Who may call pods, or what they may call outside of the cluster. A call that a rule of a DENY
 /// policy matches is denied. Else, where ALLOW policies cover its port, a rule of one of them has to

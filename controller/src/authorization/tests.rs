@@ -11,7 +11,7 @@ use proto::authorized_path::Kind as PathKind;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::index::object::Kind;
+use crate::object::Kind;
 
 /// A policy of the trust domain `cluster.local`.
 pub(crate) fn policy(namespace: &str, name: &str, spec: &Value) -> AuthorizationPolicy {

@@ -14,11 +14,11 @@ use super::injected::Injected;
 use super::slim::{self, Metadata};
 use crate::index::excess;
 use crate::index::object::{
-    Canary, Inbound, Key, Kind, Node, Pod, PodReference, Service, ServicePort, Slice,
-    SliceEndpoint, SlicePort, TargetPort, Transport,
+    Canary, Inbound, Node, Pod, PodReference, Service, ServicePort, Slice, SliceEndpoint,
+    SlicePort, TargetPort, Transport,
 };
-use crate::routes::ParentReference;
-use crate::routes::parse::{Meta, shortened, unsupported};
+use crate::object::rejection::{shortened, unsupported};
+use crate::object::{Key, Kind, Meta, TargetReference};
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 /// The default of Kubernetes: three hours.
@@ -100,7 +100,7 @@ fn canary(key: &Key, metadata: &Metadata) -> Option<Canary> {
         None => invalid(CANARY_WEIGHT, weight, "an integer from 0 to 100"),
         Some(percent) => Ok(percent),
     };
-    let parent = ParentReference::service(&shortened(of));
+    let parent = TargetReference::service(&shortened(of));
     Some(Canary::new(meta, vec![parent], share))
 }
 

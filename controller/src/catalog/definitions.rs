@@ -21,7 +21,7 @@ use super::objects::{Context, Objects};
 use super::resources::{parse, resource, resources};
 use super::watch::{Sink, Target, Update, watch};
 use crate::api::{API_TIMEOUT, ApiError, request};
-use crate::index::object::Kind;
+use crate::object::Kind;
 
 /// The optional fields of a kind that its definition lacks in the version that the mesh reads.
 pub fn lacking_fields(kind: Kind, definition: &Value) -> Vec<&'static str> {

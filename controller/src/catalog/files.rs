@@ -14,7 +14,8 @@ use tokio::sync::mpsc;
 use super::freshness::Freshness;
 use super::manifest;
 use crate::file::Stamp;
-use crate::index::object::{Change, Event, Key, Kind, Object};
+use crate::index::object::{Change, Event, Object};
+use crate::object::{Key, Kind};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 

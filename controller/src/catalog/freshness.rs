@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::index::object::Kind;
+use crate::object::Kind;
 
 /// The age of a required kind above which the controller is not ready. A watch that works is
 /// confirmed at least every three minutes.

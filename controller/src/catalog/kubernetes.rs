@@ -21,7 +21,8 @@ use super::watch::Timing;
 use crate::api::bytes::Pages;
 use crate::config::Config;
 use crate::index::claims::Claims;
-use crate::index::object::{Change, Event, Kind};
+use crate::index::object::{Change, Event};
+use crate::object::Kind;
 
 /// Interval of checks whether kinds cannot be read.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);

@@ -10,8 +10,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::resources::{self, resource};
-use crate::fields::{lost, nth_item};
-use crate::index::object::{Kind, Object};
+use crate::index::object::Object;
+use crate::object::Kind;
+use crate::object::fields::{lost, nth_item};
 
 /// An error in a file, with its position.
 #[derive(Debug, PartialEq, thiserror::Error)]

@@ -14,7 +14,7 @@ use kube::{Api, Client};
 
 use super::definitions::is_kept;
 use crate::api::{API_TIMEOUT, ApiError, metadata, request};
-use crate::index::object::Kind;
+use crate::object::Kind;
 
 /// The ConfigMap. Its keys are namespaces. The namespace of the mesh stands for all namespaces.
 pub const CONFIG_MAP: &str = "diy-service-mesh-authorization";

@@ -15,7 +15,8 @@ use super::resources::{read, resource};
 use super::watch::{Sink, Target, Timing, Update, watch as follow};
 use crate::api::bytes::Pages;
 use crate::index::claims::{Claims, Subject};
-use crate::index::object::{Change, Event, Kind, Object};
+use crate::index::object::{Change, Event, Object};
+use crate::object::Kind;
 
 /// Time for a new epoch. Without one, proxies refuse the states of this replica for a while.
 const EPOCH_TIMEOUT: Duration = Duration::from_secs(10);

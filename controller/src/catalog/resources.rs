@@ -21,15 +21,16 @@ use super::slim::{Applied, Custom, Metadata, References};
 use crate::authorization::smi::{TargetSpec, TcpSpec, target, tcp};
 use crate::authorization::spec::AuthorizationPolicySpec;
 use crate::authorization::{self, TOO_LARGE};
-use crate::fields::{self, NULL, dropped, field, with_unknown_fields};
-use crate::index::object::{Key, Kind, Object};
+use crate::index::object::Object;
+use crate::object::fields::{self, NULL, dropped, field, with_unknown_fields};
+use crate::object::rejection::shortened;
+use crate::object::{Key, Kind, Meta, Rejection, TargetReference};
 use crate::policy::spec::TrafficPolicySpec;
 use crate::policy::{self, Policy};
-use crate::routes::ParentReference;
 use crate::routes::backend::{Backend, backend, is_backend};
 use crate::routes::mesh::Mesh;
-use crate::routes::model::{Grant, Rejection, Route};
-use crate::routes::parse::{MAX_PARENTS, Meta, shortened};
+use crate::routes::model::{Grant, Route};
+use crate::routes::parse::MAX_PARENTS;
 use crate::routes::smi::{self, GroupSpec, SplitSpec};
 use crate::routes::spec::{
     BackendSpec, GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch,
@@ -168,7 +169,7 @@ fn too_large(kind: Kind, json: &str) -> Result<Object, ConvertError> {
         Kind::Backend => Object::Backend(Backend::new(meta, vec![], Err(rejection()))),
         Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => {
             let mut parents = references(object.spec.parent_refs);
-            parents.retain(ParentReference::is_service);
+            parents.retain(TargetReference::is_service);
             Object::Route(Route::new(meta, parents, Err(rejection())))
         }
         _ => return Err(ConvertError(message)),
@@ -176,10 +177,10 @@ fn too_large(kind: Kind, json: &str) -> Result<Object, ConvertError> {
 }
 
 /// The parents or targets that can be read.
-fn references(list: Option<Vec<Box<RawValue>>>) -> Vec<ParentReference> {
-    let mut references: Vec<ParentReference> = Vec::new();
+fn references(list: Option<Vec<Box<RawValue>>>) -> Vec<TargetReference> {
+    let mut references: Vec<TargetReference> = Vec::new();
     for one in list.into_iter().flatten().take(MAX_PARENTS) {
-        match fields::read::<ParentReference>(one.get(), "") {
+        match fields::read::<TargetReference>(one.get(), "") {
             Ok(reference) if !references.contains(&reference) => references.push(reference),
             _ => {}
         }
@@ -242,8 +243,8 @@ mod tests {
 
     use super::*;
     use crate::authorization::Direction;
-    use crate::fields::LAST_APPLIED;
-    use crate::routes::Condition;
+    use crate::object::Condition;
+    use crate::object::fields::LAST_APPLIED;
 
     /// An object over the limit, by its `spec`.
     fn large(kind: Kind, spec: Value) -> Result<Object, ConvertError> {
@@ -264,9 +265,9 @@ mod tests {
         assert!(policy.is_about(Direction::Inbound) && !policy.is_about(Direction::Outbound));
         assert_eq!(
             policy.parents,
-            [ParentReference {
+            [TargetReference {
                 group: Some(String::new()),
-                ..ParentReference::object(Kind::Pod, "*")
+                ..TargetReference::object(Kind::Pod, "*")
             }]
         );
         let rejection = policy.rejection().unwrap();

@@ -27,7 +27,7 @@ use super::convert::ConvertError;
 use super::slim::Outline;
 use crate::api::ApiError;
 use crate::api::bytes::{self, Lines, Page, Pages, Text};
-use crate::index::object::Key;
+use crate::object::Key;
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);

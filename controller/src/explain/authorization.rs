@@ -7,9 +7,10 @@ use diy_mesh_proto::mesh::v1::get_authorization_response::Pod as Row;
 use crate::grpc::message;
 use crate::index::Index;
 use crate::index::limits::target_ports;
-use crate::index::object::{Key, Pod, Resource, Transport};
+use crate::index::object::{Pod, Resource, Transport};
 use crate::index::state::{Target, TargetKind};
 use crate::index::workload::workload;
+use crate::object::Key;
 
 /// The pods that a name is about: those with a proxy that the Service selects, else the pod, else
 /// those with a proxy of the workload. `None`: there is nothing of this name.

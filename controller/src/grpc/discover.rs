@@ -26,13 +26,13 @@ use tonic::{Status, Streaming};
 use super::subscriptions::Subscriptions;
 use super::told::Told;
 use super::{Context, frames};
-use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
 use crate::edges::group;
 use crate::hub::{Hub, Notifications, Resources};
 use crate::index::Index;
 use crate::index::position::Position;
 use crate::metrics::{Metrics, Sent};
+use crate::object::PodRef;
 use crate::proxies::{ConnectedGuard, Watched};
 use crate::quota::Charge;
 

@@ -21,8 +21,8 @@ use super::{Call, Mesh, ResponseStream, message, stream_age};
 use crate::authenticate::Namespaces;
 use crate::authority::status;
 use crate::explain::{self, authorization};
-use crate::index::object::Key;
 use crate::index::{Index, workload::workload};
+use crate::object::Key;
 use crate::proxies::ConnectedProxy;
 use crate::quota::{Charge, SUBSCRIPTION_BYTES};
 

@@ -41,12 +41,13 @@ use tonic::{Code, Request, Response, Status, Streaming};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-use crate::authenticate::{Authenticator, Caller, PodRef};
+use crate::authenticate::{Authenticator, Caller};
 use crate::authority::{AuthorityHandle, TrustReceiver};
 use crate::edges::Edges;
 use crate::hub::{CatalogError, Hub, Lacking};
 use crate::index::Index;
 use crate::metrics::Metrics;
+use crate::object::PodRef;
 use crate::proxies::Proxies;
 use crate::quota::{Counted, Quotas, Unsent};
 use crate::serving::{self, Peer};

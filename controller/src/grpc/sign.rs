@@ -16,12 +16,12 @@ use tokio::sync::Semaphore;
 use tonic::{Code, Status};
 
 use super::Context;
-use crate::authenticate::{Caller, PodRef};
+use crate::authenticate::Caller;
 use crate::authority::state::seconds;
 use crate::events;
 use crate::index::Index;
-use crate::index::object::{Key, Kind};
 use crate::issuer::{Request, SignError};
+use crate::object::{Key, Kind, PodRef};
 
 /// More requests wait.
 const MAX_CONCURRENT_REQUESTS: usize = 256;

@@ -21,14 +21,14 @@ use tonic::Status;
 
 use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
 use super::{frames, message};
-use crate::authenticate::PodRef;
 use crate::hub::{Rejection, Resources};
 use crate::index::dependencies;
 use crate::index::object::Resource;
 use crate::index::position::{self, Position};
 use crate::index::state::{State, Target, TargetKind};
-use crate::index::version::Version;
 use crate::metrics::Sent;
+use crate::object::PodRef;
+use crate::object::version::Version;
 use crate::policy::Side;
 use crate::quota::{Charge, MAX_SUBSCRIPTIONS, SUBSCRIPTION_BYTES};
 
@@ -499,8 +499,9 @@ mod tests {
     use super::*;
     use crate::hub::Hub;
     use crate::index::claims::Subject;
-    use crate::index::object::{Change, Event, Key, Kind, Object};
+    use crate::index::object::{Change, Event, Object};
     use crate::index::tests::Chance;
+    use crate::object::{Key, Kind};
     use crate::quota::Quotas;
     use crate::routes::statuses::Statuses as _;
 

@@ -124,7 +124,8 @@ mod tests {
     use futures::FutureExt;
 
     use super::*;
-    use crate::authenticate::{Caller, PodRef};
+    use crate::authenticate::Caller;
+    use crate::object::PodRef;
     use crate::proxies::Proxies;
     use crate::routes::testing::subscriber;
     use diy_mesh_testkit::output::Output;

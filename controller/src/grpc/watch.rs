@@ -16,8 +16,8 @@ use tonic::Status;
 use super::message;
 use crate::authenticate::Namespaces;
 use crate::hub::{CatalogError, Hub};
-use crate::index::object::Key;
-use crate::index::version::{self, Version};
+use crate::object::Key;
+use crate::object::version::{self, Version};
 use crate::quota::{Charge, Unsent};
 
 /// The account to which responses are charged until they have been sent.

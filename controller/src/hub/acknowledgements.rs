@@ -12,14 +12,13 @@ use std::sync::Arc;
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
 
-use super::Lacking;
-use super::{Hub, Resources};
-use crate::authenticate::PodRef;
+use super::{Hub, Lacking, Resources};
 use crate::authorization::smi;
 use crate::index::authorization::Covering;
-use crate::index::object::{Key, Kind, Resource};
+use crate::index::object::Resource;
 use crate::index::state::{State, TargetKind};
-use crate::index::version::Version;
+use crate::object::version::Version;
+use crate::object::{Key, Kind, PodRef};
 use crate::policy::{Side, Target};
 use crate::routes::attach::Table;
 use crate::routes::programmed::{Coverage, Outcome, Progress, REVIEW_INTERVAL, Subject};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::index::endpoints::{Endpoint, Endpoints};
-use crate::index::version::Version;
+use crate::object::version::Version;
 
 /// The memory for the earlier endpoints of all Services, and for encoded differences.
 const MAX_BYTES: usize = 32 * 1024 * 1024;

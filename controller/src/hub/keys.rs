@@ -5,10 +5,9 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use tokio::time::Instant;
 
 use super::Hub;
-use crate::authenticate::PodRef;
-use crate::authorization::keys::Source;
 use crate::authorization::keys::schedule::Schedule;
-use crate::routes::attach::RouteId;
+use crate::object::issuer_keys::Source;
+use crate::object::{ObjectId, PodRef};
 
 impl Hub {
     /// Begins the attempts to fetch keys that are due, each with a namespace that needs them. Forgets
@@ -18,7 +17,7 @@ impl Hub {
         let sources = index.key_sources();
         let (due, refused) = self.fetches().begin(sources, now);
         let policies = refused.iter().flat_map(|source| sources.policies(source));
-        let policies: Vec<RouteId> = policies.collect();
+        let policies: Vec<ObjectId> = policies.collect();
         drop(index);
         if !policies.is_empty() {
             self.changed_statuses
@@ -74,8 +73,9 @@ mod tests {
     use super::*;
     use crate::authorization::tests::policy;
     use crate::index::authorization::MAX_SOURCES;
-    use crate::index::object::{Change, Key, Kind, Object, Pod};
+    use crate::index::object::{Change, Object, Pod};
     use crate::index::tests::pod;
+    use crate::object::{Key, Kind};
     use crate::routes::statuses::Statuses;
 
     /// A policy for all pods of a namespace, with an issuer whose keys are there.

@@ -12,7 +12,7 @@ use crate::index::endpoints::{Delta, Endpoints};
 use crate::index::object::Resource;
 use crate::index::position::{Known, Position};
 use crate::index::state::State;
-use crate::index::version::Version;
+use crate::object::version::Version;
 
 /// A subscriber to resources. Dropping it ends its subscriptions.
 pub struct Resources {

@@ -13,11 +13,11 @@ use super::acknowledgements::{Review, is_reviewed};
 use super::history::History;
 use super::queue::Queue;
 use super::watched::{Resolved, Subscriber, Watched};
-use crate::authenticate::PodRef;
 use crate::index::locality::{Location, Scope};
-use crate::index::object::{Key, Resource};
+use crate::index::object::Resource;
 use crate::index::position::Position;
 use crate::index::{Index, Touched, link, unlink};
+use crate::object::{Key, PodRef};
 
 #[derive(Default)]
 pub(super) struct Subscribers {

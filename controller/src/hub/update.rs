@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::index::object::{Change, Event, Kind};
+use crate::index::object::{Change, Event};
 use crate::index::{Index, Step};
+use crate::object::Kind;
 
 /// The steps of a batch.
 pub(super) struct Update {

@@ -18,21 +18,19 @@ pub use sources::{KeySources, MAX_SOURCES};
 
 use super::limits::target_ports;
 use super::links::{Dirty, Link, Links};
-use super::object::{Key, Kind, Pod, Service};
+use super::object::{Pod, Service};
 use super::routes::check_backend;
 use super::store::{Replaced, Store};
-use super::version::Digest;
 use super::{Index, Touched};
-use crate::authenticate::PodRef;
-use crate::authorization::keys::{self, Source};
 use crate::authorization::server::Server;
 use crate::authorization::smi::{self, Condition, Groups, TcpGroup, TrafficTarget, policy_key};
 use crate::authorization::{
     AuthorizationPolicy, Content, Direction, Effect, MAX_BYTES, MAX_POLICIES, Mode, Rules, Target,
-    denying, name,
+    denying, keys, name,
 };
-use crate::routes::model::Rejection;
-use crate::routes::{self, ParentStatus, RouteStatus};
+use crate::object::issuer_keys::Source;
+use crate::object::version::Digest;
+use crate::object::{Key, Kind, ObjectStatus, PodRef, Rejection, TargetStatus};
 
 /// At least the length of a port in a message, and of the rest of a policy.
 const PORT_BYTES: usize = 3;
@@ -224,7 +222,7 @@ impl Authorizations {
     }
 
     /// The status of a policy.
-    pub(super) fn status(&self, key: &Key, services: &Store<Service>) -> Option<RouteStatus> {
+    pub(super) fn status(&self, key: &Key, services: &Store<Service>) -> Option<ObjectStatus> {
         let policy = self.objects.get(key)?;
         let effect = if self.is_of_mesh(key) {
             "pods keep the policies that they have, and pods that start wait"
@@ -241,13 +239,13 @@ impl Authorizations {
             let mut conditions = policy.conditions(accepted);
             conditions.extend(policy.allows_all());
             conditions.extend(resolved_refs(policy, services));
-            ParentStatus {
+            TargetStatus {
                 parent: reference.clone(),
                 conditions,
             }
         });
         let (kind, key) = smi::id(key);
-        Some(RouteStatus {
+        Some(ObjectStatus {
             kind,
             key,
             issuers: policy.issuers(),
@@ -260,7 +258,7 @@ impl Authorizations {
 fn resolved_refs(
     policy: &AuthorizationPolicy,
     services: &Store<Service>,
-) -> Option<routes::Condition> {
+) -> Option<crate::object::Condition> {
     let server = policy.server().map(|server| {
         let Server { service, port } = server;
         server.condition(check_backend(services, service, Some(*port)))

@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::object::Kind;
+use crate::object::Kind;
 
 /// Time for which a caller with a false claim causes no requests.
 const SUSPENSION: Duration = Duration::from_secs(600);

@@ -9,10 +9,9 @@ use std::net::SocketAddr;
 
 use super::Index;
 use super::links::Link;
-use super::object::{Key, Kind, Resource};
+use super::object::Resource;
 use super::state::Target;
-use crate::routes::ParentReference;
-use crate::routes::attach::RouteId;
+use crate::object::{Key, Kind, ObjectId, TargetReference};
 
 /// Without a Service, and so without routes and policies. Any of these objects may change that.
 const WITHOUT_SERVICE: &[Kind] = &[Kind::Service, Kind::Slice, Kind::Pod, Kind::Node];
@@ -91,7 +90,7 @@ impl Index {
 
     /// Whether the status of an object may be another one with the objects that cannot be read. The
     /// status of a route, of a split or of a canary is withheld with the state of its Services.
-    pub(super) fn is_status_withheld(&self, id: &RouteId) -> bool {
+    pub(super) fn is_status_withheld(&self, id: &ObjectId) -> bool {
         let (kind, key) = id;
         let mut unreadable = self.unreadable.iter();
         unreadable.any(|other| {
@@ -117,7 +116,7 @@ impl Index {
         })
     }
 
-    fn canary_parents(&self, service: &Key) -> &[ParentReference] {
+    fn canary_parents(&self, service: &Key) -> &[TargetReference] {
         let canary = self
             .services
             .get(service)

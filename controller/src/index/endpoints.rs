@@ -14,8 +14,9 @@ use bytes::Bytes;
 use super::Index;
 use super::links::Link;
 use super::locality::{Area, Location};
-use super::object::{Key, Kind, Pod, Service, Slice, SliceEndpoint, Transport};
-use super::version::{Digest, Version};
+use super::object::{Pod, Service, Slice, SliceEndpoint, Transport};
+use crate::object::version::{Digest, Version};
+use crate::object::{Key, Kind};
 
 /// The memory for the endpoints of a Service, of all its ports together.
 pub const MAX_BYTES: usize = 8 * 1024 * 1024;

@@ -7,8 +7,8 @@
 use std::collections::BTreeSet;
 
 use super::endpoints::{MAX_BYTES, Room};
-use super::object::{Key, Service, ServicePort, Transport};
-use crate::routes::{Condition, ParentReference, ParentStatus};
+use super::object::{Service, ServicePort, Transport};
+use crate::object::{Condition, Key, TargetReference, TargetStatus};
 
 /// Ports of a Service. Kubernetes permits more.
 pub const MAX_PORTS: usize = 1000;
@@ -44,11 +44,11 @@ pub fn split(mut ports: Vec<ServicePort>) -> (Vec<ServicePort>, Option<Box<Exces
 }
 
 /// The conditions of a Service over a limit, with the room of its ports if they have too little.
-pub(super) fn status(service: &Service, room: Option<&Room>) -> Option<ParentStatus> {
+pub(super) fn status(service: &Service, room: Option<&Room>) -> Option<TargetStatus> {
     let room = room.map(|room| without_room(&service.key, room));
     let conditions: Vec<Condition> = condition(service).into_iter().chain(room).collect();
-    (!conditions.is_empty()).then(|| ParentStatus {
-        parent: ParentReference::service(&service.key.name),
+    (!conditions.is_empty()).then(|| TargetStatus {
+        parent: TargetReference::service(&service.key.name),
         conditions,
     })
 }

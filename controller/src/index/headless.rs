@@ -7,10 +7,11 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::Index;
-use super::object::{Key, Kind, Pod, Service, ServicePort};
+use super::object::{Pod, Service, ServicePort};
 use super::policies::mark_target;
+use crate::object::condition::{APPLIES_TO_ALL_PODS, OLDER_SERVICE};
+use crate::object::{Condition, Key, Kind, ObjectStatus, TargetReference};
 use crate::policy::{Effective, Target};
-use crate::routes::{APPLIES_TO_ALL_PODS, Condition, OLDER_SERVICE, ParentReference, RouteStatus};
 
 /// Names of Services, and of pods, in one condition.
 const MAX_NAMES: usize = 4;
@@ -107,7 +108,7 @@ impl Index {
     }
 
     /// Adds the condition about older headless Services where it applies.
-    pub(super) fn add_older_services(&self, status: &mut RouteStatus) {
+    pub(super) fn add_older_services(&self, status: &mut ObjectStatus) {
         let (kind, key) = (status.kind, &status.key);
         for parent in &mut status.parents {
             let mut conditions = parent.conditions.iter();
@@ -135,7 +136,7 @@ impl Index {
 
     /// The condition of a route or of a policy at a parent, if there are older Services. Pods are
     /// named to authors of their own namespace only.
-    fn older_services(&self, route: &Key, parent: &ParentReference) -> Option<Condition> {
+    fn older_services(&self, route: &Key, parent: &TargetReference) -> Option<Condition> {
         let key = parent.key(route);
         let is_service = parent.kind.as_deref() == Some(Kind::Service.name());
         let all = self.headless.older.get(&key).filter(|_| is_service)?;

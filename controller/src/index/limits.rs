@@ -8,9 +8,10 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1 as proto;
 use prost::Message;
 
-use super::object::{Key, Pod, Service, ServicePort, TargetPort, Transport};
+use super::object::{Pod, Service, ServicePort, TargetPort, Transport};
 use super::store::Store;
 use super::{Index, Touched};
+use crate::object::Key;
 use crate::policy::{Side, Target};
 
 /// Services whose limits a pod has at most: the oldest ones. A proxy does not accept more than 256

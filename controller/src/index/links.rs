@@ -6,11 +6,11 @@ use std::hash::{BuildHasher, RandomState};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use super::object::{Key, Kind, Node, Pod, Service, Slice};
+use super::object::{Node, Pod, Service, Slice};
 use crate::authorization::smi::{TcpGroup, TrafficTarget};
 use crate::authorization::{self, AuthorizationPolicy};
+use crate::object::{Key, Kind, ObjectId};
 use crate::policy::{Policy, Target};
-use crate::routes::attach::RouteId;
 use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
@@ -50,7 +50,7 @@ pub(super) enum Link {
     /// A route: the Service that is a backend.
     Backend(Key),
     /// A route: the XBackend or the TrafficPolicy that is a backend.
-    External(RouteId),
+    External(ObjectId),
     /// A route: the namespace of a backend, if it is not its own.
     BackendIn(Arc<str>),
     /// A TrafficSplit: its HTTPRouteGroup.
@@ -95,7 +95,7 @@ pub(super) enum Dirty {
 #[derive(Debug)]
 struct Shards {
     hasher: RandomState,
-    maps: Vec<HashMap<Link, BTreeSet<RouteId>>>,
+    maps: Vec<HashMap<Link, BTreeSet<ObjectId>>>,
 }
 
 impl Default for Shards {
@@ -112,11 +112,11 @@ impl Shards {
         self.hasher.hash_one(link) as usize % SHARDS
     }
 
-    fn of(&self, link: &Link) -> &HashMap<Link, BTreeSet<RouteId>> {
+    fn of(&self, link: &Link) -> &HashMap<Link, BTreeSet<ObjectId>> {
         &self.maps[self.at(link)]
     }
 
-    fn of_mut(&mut self, link: &Link) -> &mut HashMap<Link, BTreeSet<RouteId>> {
+    fn of_mut(&mut self, link: &Link) -> &mut HashMap<Link, BTreeSet<ObjectId>> {
         let at = self.at(link);
         &mut self.maps[at]
     }
@@ -128,12 +128,12 @@ pub(super) struct Links {
     objects: Shards,
     pub dirty: BTreeSet<Dirty>,
     /// The objects whose status may have changed.
-    pub statuses: BTreeSet<RouteId>,
+    pub statuses: BTreeSet<ObjectId>,
 }
 
 impl Links {
     /// The objects with a link, in order.
-    pub fn ids<'a>(&'a self, link: &Link) -> impl Iterator<Item = &'a RouteId> + Clone + use<'a> {
+    pub fn ids<'a>(&'a self, link: &Link) -> impl Iterator<Item = &'a ObjectId> + Clone + use<'a> {
         self.objects.of(link).get(link).into_iter().flatten()
     }
 
@@ -162,7 +162,7 @@ impl Links {
     }
 
     /// Replaces the links of an object.
-    pub fn replace(&mut self, id: &RouteId, old: Vec<Link>, new: Vec<Link>) {
+    pub fn replace(&mut self, id: &ObjectId, old: Vec<Link>, new: Vec<Link>) {
         if old == new {
             return;
         }

@@ -20,7 +20,6 @@ mod resolve;
 mod routes;
 pub mod state;
 mod store;
-pub mod version;
 mod view;
 pub mod workload;
 
@@ -30,25 +29,22 @@ use std::net::IpAddr;
 use std::ops::Bound;
 use std::sync::Arc;
 
+use crate::object::{Key, Kind, ObjectId, ObjectStatus, PodRef, Withheld};
 use authorization::Authorizations;
 use endpoints::Room;
 use headless::Headless;
 use limits::Limits;
 use links::{Dirty, Link, Links};
-use object::{Change, Event, Key, Kind, Node, Object, Pod, Service, Slice};
+use object::{Change, Event, Node, Object, Pod, Service, Slice};
 use policies::Policies;
 use position::{History, Position, Progress};
 use routes::Routes;
 use store::{Replaced, Store, put};
 
-use crate::authenticate::PodRef;
 use crate::authorization::smi::policy_key;
-use crate::kinds::Report;
+use crate::object::kind::Report;
 use crate::policy::Target;
-use crate::routes::RouteStatus;
-use crate::routes::attach::RouteId;
 use crate::routes::mesh::Mesh;
-use crate::routes::statuses::Withheld;
 
 /// The objects of the catalog and their references.
 #[derive(Debug, Default)]
@@ -258,7 +254,7 @@ impl Index {
     }
 
     /// The objects whose status may have changed since the last call.
-    pub fn take_changed_statuses(&mut self) -> BTreeSet<RouteId> {
+    pub fn take_changed_statuses(&mut self) -> BTreeSet<ObjectId> {
         std::mem::take(&mut self.links.statuses)
     }
 
@@ -279,7 +275,7 @@ impl Index {
     }
 
     /// The status for the author of a route, of a policy or of a Service.
-    pub fn status(&self, id: &RouteId) -> Result<Option<RouteStatus>, Withheld> {
+    pub fn status(&self, id: &ObjectId) -> Result<Option<ObjectStatus>, Withheld> {
         if self.is_status_withheld(id) {
             return Err(Withheld);
         }
@@ -306,21 +302,21 @@ impl Index {
     }
 
     /// A Service may be a canary, and have too many ports or endpoints.
-    fn service_status(&self, key: &Key) -> Option<RouteStatus> {
+    fn service_status(&self, key: &Key) -> Option<ObjectStatus> {
         let service = self.services.get(key)?;
         let canary = self.routes.canary_status(service);
         let parents = canary
             .into_iter()
             .chain(excess::status(service, self.rooms.get(key)));
-        let status = RouteStatus {
+        let status = ObjectStatus {
             uid: service.uid.clone(),
-            ..RouteStatus::new(Kind::Service, key.clone(), 0, parents.collect())
+            ..ObjectStatus::new(Kind::Service, key.clone(), 0, parents.collect())
         };
         (!status.parents.is_empty()).then_some(status)
     }
 
     /// The objects that may have a status.
-    pub fn with_status(&self) -> BTreeSet<RouteId> {
+    pub fn with_status(&self) -> BTreeSet<ObjectId> {
         let reporting = |kind: &Kind| kind.row().report != Report::Silent;
         let reporting = Kind::ALL.into_iter().filter(reporting);
         let objects = reporting.flat_map(|kind| self.keys(kind).map(move |key| (kind, key)));
@@ -334,13 +330,13 @@ impl Index {
     }
 
     /// The statuses of all objects that have one.
-    pub fn route_statuses(&self) -> Vec<RouteStatus> {
+    pub fn route_statuses(&self) -> Vec<ObjectStatus> {
         let all = self.with_status().into_iter();
         all.filter_map(|id| self.status(&id).ok()?).collect()
     }
 
     /// A Service with its canaries, and the routes and policies that name it.
-    pub fn objects_of_service(&self, key: &Key) -> BTreeSet<RouteId> {
+    pub fn objects_of_service(&self, key: &Key) -> BTreeSet<ObjectId> {
         let mut ids = BTreeSet::from([(Kind::Service, key.clone())]);
         self.routes.mark(key, &mut ids);
         let target = Target::Service(key.clone());
@@ -356,7 +352,7 @@ impl Index {
     }
 
     /// The generation of a route or of a policy.
-    pub fn generation(&self, (kind, key): &RouteId) -> Option<i64> {
+    pub fn generation(&self, (kind, key): &ObjectId) -> Option<i64> {
         match kind {
             Kind::TrafficPolicy => Some(self.policies.objects.get(key)?.generation),
             Kind::Authorization => Some(self.authorizations.objects.get(key)?.generation),

@@ -2,7 +2,6 @@
 //! types of Kubernetes or gRPC.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
@@ -11,46 +10,12 @@ use diy_mesh_model::ports::PortSet;
 use super::excess::Excess;
 use crate::authorization::AuthorizationPolicy;
 use crate::authorization::smi::{TcpGroup, TrafficTarget};
-use crate::checked::Checked;
-pub use crate::kinds::Kind;
+use crate::object::{Checked, Key, Kind, TargetReference};
 use crate::policy::Policy;
 use crate::routes::backend::Backend;
 use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
-
-/// Namespace and name of an object. Cheap to clone.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Key {
-    /// The namespace.
-    pub namespace: Arc<str>,
-    /// The name.
-    pub name: Arc<str>,
-}
-
-impl Key {
-    /// The key of `name` in `namespace`.
-    pub fn new(namespace: &str, name: &str) -> Key {
-        Key {
-            namespace: namespace.into(),
-            name: name.into(),
-        }
-    }
-
-    /// Before all keys of a namespace.
-    pub fn first_in(namespace: &Arc<str>) -> Key {
-        Key {
-            namespace: namespace.clone(),
-            name: "".into(),
-        }
-    }
-}
-
-impl fmt::Display for Key {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.namespace, self.name)
-    }
-}
 
 /// A change of the catalog.
 #[derive(Clone, Debug, PartialEq)]
@@ -282,6 +247,14 @@ pub struct ServicePort {
     pub protocol: Transport,
     /// The application protocol, or empty.
     pub app_protocol: String,
+}
+
+impl TargetReference {
+    /// Whether the reference is to a port of its Service.
+    pub(crate) fn selects(&self, port: &ServicePort) -> bool {
+        self.port.is_none_or(|number| number == port.port)
+            && self.section().is_none_or(|name| name == port.name)
+    }
 }
 
 /// The target of a Service port.

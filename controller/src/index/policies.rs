@@ -10,11 +10,11 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1 as proto;
 
 use super::links::{Dirty, Link, Links};
-use super::object::{Key, Kind, Service};
+use super::object::Service;
 use super::store::{Replaced, Store, put};
+use crate::object::{Key, Kind, ObjectId, ObjectStatus, TargetStatus};
 use crate::policy::{Effective, Policy, Requests, Settings, Side, Target};
-use crate::routes::attach::{RouteId, Table};
-use crate::routes::{ParentStatus, RouteStatus};
+use crate::routes::attach::Table;
 
 /// The policies, by everything that they depend on.
 #[derive(Debug, Default)]
@@ -163,12 +163,12 @@ impl Policies {
     }
 
     /// The status of a policy.
-    pub(super) fn status(&self, key: &Key, services: &Store<Service>) -> Option<RouteStatus> {
+    pub(super) fn status(&self, key: &Key, services: &Store<Service>) -> Option<ObjectStatus> {
         let policy = self.objects.get(key)?;
         Some(policy.status(self.conditions(policy, services)))
     }
 
-    fn conditions(&self, policy: &Policy, services: &Store<Service>) -> Vec<ParentStatus> {
+    fn conditions(&self, policy: &Policy, services: &Store<Service>) -> Vec<TargetStatus> {
         let targets = policy.targets().map(|(reference, target)| {
             let exists = match &target {
                 Some(Target::Service(key)) => {
@@ -180,7 +180,7 @@ impl Policies {
             let applied = target.as_ref().and_then(|target| self.applied.get(target));
             let applied = applied.unwrap_or(&policy.key);
             let accepted = policy.accepted(target.as_ref(), exists, applied);
-            ParentStatus {
+            TargetStatus {
                 parent: reference.clone(),
                 conditions: policy.conditions(accepted),
             }
@@ -197,7 +197,7 @@ impl Policies {
 
 /// Marks the policies with a target.
 pub(super) fn mark_target(links: &mut Links, target: &Target) {
-    let policies: Vec<RouteId> = links.ids(&Link::Target(target.clone())).cloned().collect();
+    let policies: Vec<ObjectId> = links.ids(&Link::Target(target.clone())).cloned().collect();
     links.statuses.extend(policies);
 }
 

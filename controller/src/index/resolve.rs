@@ -10,9 +10,10 @@ use super::excess::MAX_PORTS;
 use super::headless::oldest;
 use super::links::Link;
 use super::locality::{Area, Location, Scope};
-use super::object::{Key, Pod, PodReference, Resource, Service, ServicePort, Slice};
+use super::object::{Pod, PodReference, Resource, Service, ServicePort, Slice};
 use super::state::{State, Target, TargetKind, Workload};
 use crate::authorization::Direction;
+use crate::object::Key;
 use crate::policy::Effective;
 use crate::routes::attach::Table;
 

@@ -13,19 +13,19 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1::ExternalBackend;
 
 use super::links::{Dirty, Link, Links};
-use super::object::{Key, Kind, Service};
+use super::object::Service;
 use super::policies::Policies;
 use super::store::{Replaced, Store, put};
 use crate::authorization::Rules;
-use crate::routes::attach::{Attachment, RouteId, Table, attach};
+use crate::object::condition::{BACKEND_NOT_FOUND, INVALID_KIND, REF_NOT_PERMITTED};
+use crate::object::{
+    Condition, Key, Kind, ObjectId, ObjectStatus, Rejection, TargetReference, TargetStatus,
+};
+use crate::routes::attach::{Attachment, Table, attach};
 use crate::routes::backend::{Backend, External};
 use crate::routes::canary::Canaries;
-use crate::routes::model::{Grant, Reference, Rejection, Route};
+use crate::routes::model::{Grant, Reference, Route};
 use crate::routes::smi::{RouteGroup, Split};
-use crate::routes::{
-    BACKEND_NOT_FOUND, Condition, INVALID_KIND, ParentReference, ParentStatus, REF_NOT_PERMITTED,
-    RouteStatus,
-};
 
 /// The parents in the status of a host. Kubernetes rejects more.
 const MAX_PARENTS: usize = 32;
@@ -39,7 +39,7 @@ pub(super) struct Routes {
     pub(super) route_groups: Store<RouteGroup>,
     pub(super) grants: Store<Grant>,
     /// The XBackends, and the TrafficPolicies that are hosts.
-    pub(super) backends: HashMap<RouteId, Backend>,
+    pub(super) backends: HashMap<ObjectId, Backend>,
     canaries: HashMap<Key, Canaries>,
     /// The routes of each Service by their namespace.
     attachments: HashMap<Key, HashMap<Arc<str>, Attachment>>,
@@ -66,7 +66,7 @@ impl Routes {
         ids.map(|(_, key)| key)
     }
 
-    pub(super) fn get(&self, id: &RouteId) -> Option<&Route> {
+    pub(super) fn get(&self, id: &ObjectId) -> Option<&Route> {
         self.all.get(&id.0)?.get(&id.1)
     }
 
@@ -191,7 +191,7 @@ impl Routes {
         }
     }
 
-    pub(super) fn set_backend(&mut self, links: &mut Links, id: RouteId, new: Option<Backend>) {
+    pub(super) fn set_backend(&mut self, links: &mut Links, id: ObjectId, new: Option<Backend>) {
         if self.backends.get(&id) != new.as_ref() {
             put(&mut self.backends, &id, new);
             self.mark_referring(links, &Link::External(id));
@@ -307,7 +307,7 @@ impl Routes {
             .get(&namespace)
             .map_or(&none, |one| &one.conditions);
         let both = old.keys().chain(new.keys());
-        let changed: BTreeSet<RouteId> = both
+        let changed: BTreeSet<ObjectId> = both
             .filter(|id| old.get(*id) != new.get(*id))
             .cloned()
             .collect();
@@ -378,7 +378,7 @@ impl Routes {
     }
 
     /// An accepted host.
-    fn external(&self, id: &RouteId) -> Result<&External, Rejection> {
+    fn external(&self, id: &ObjectId) -> Result<&External, Rejection> {
         let (kind, key) = id;
         let Some(backend) = self.backends.get(id) else {
             let row = kind.row();
@@ -400,7 +400,7 @@ impl Routes {
     }
 
     /// The status of a host: at each Service whose routes may use it, or at itself if there is none.
-    pub(super) fn backend_status(&self, links: &Links, id: &RouteId) -> Option<RouteStatus> {
+    pub(super) fn backend_status(&self, links: &Links, id: &ObjectId) -> Option<ObjectStatus> {
         let backend = self.backends.get(id)?;
         let conditions = backend.conditions(match backend.rejection() {
             Some(rejection) => rejection.condition(),
@@ -415,15 +415,15 @@ impl Routes {
         };
         let services: BTreeSet<Key> = routes.flat_map(parents).collect();
         let services = services.iter().take(MAX_PARENTS);
-        let services = services.map(|service| ParentReference {
+        let services = services.map(|service| TargetReference {
             namespace: Some(service.namespace.to_string()),
-            ..ParentReference::object(Kind::Service, &service.name)
+            ..TargetReference::object(Kind::Service, &service.name)
         });
         let mut parents: Vec<_> = services.collect();
         if parents.is_empty() {
-            parents.push(ParentReference::object(id.0, &id.1.name));
+            parents.push(TargetReference::object(id.0, &id.1.name));
         }
-        let parents = parents.into_iter().map(|parent| ParentStatus {
+        let parents = parents.into_iter().map(|parent| TargetStatus {
             parent,
             conditions: conditions.clone(),
         });
@@ -431,7 +431,7 @@ impl Routes {
     }
 
     /// Marks the routes of a Service.
-    pub(super) fn mark(&self, service: &Key, statuses: &mut BTreeSet<RouteId>) {
+    pub(super) fn mark(&self, service: &Key, statuses: &mut BTreeSet<ObjectId>) {
         let attachments = self.attachments.get(service).into_iter();
         let attachments = attachments.flat_map(HashMap::values);
         let ids = attachments.flat_map(|one| one.conditions.keys());
@@ -439,18 +439,18 @@ impl Routes {
     }
 
     /// The status of a route with a parent that is a Service.
-    pub(super) fn route_status(&self, id: &RouteId) -> Option<RouteStatus> {
+    pub(super) fn route_status(&self, id: &ObjectId) -> Option<ObjectStatus> {
         let route = self.get(id).filter(|route| !route.parents.is_empty())?;
         Some(self.status(route))
     }
 
-    fn status(&self, route: &Route) -> RouteStatus {
+    fn status(&self, route: &Route) -> ObjectStatus {
         let id = (route.kind, route.key.clone());
         let parents = route.parents.iter().enumerate();
         let parents = parents.filter_map(|(position, parent)| {
             let of_parent = self.attachments.get(&parent.key(&route.key))?;
             let attachment = of_parent.get(&route.key.namespace)?;
-            Some(ParentStatus {
+            Some(TargetStatus {
                 parent: parent.clone(),
                 conditions: attachment.conditions.get(&id)?.get(&position)?.clone(),
             })
@@ -459,7 +459,7 @@ impl Routes {
     }
 
     /// The status of a Service with the annotation.
-    pub(super) fn canary_status(&self, service: &Service) -> Option<ParentStatus> {
+    pub(super) fn canary_status(&self, service: &Service) -> Option<TargetStatus> {
         let primary = service.primary()?;
         let canaries = self.canaries.get(&primary)?;
         let conditions = match canaries.rejection(&service.key) {
@@ -471,8 +471,8 @@ impl Routes {
                 parents.flat_map(|parent| parent.conditions).collect()
             }
         };
-        Some(ParentStatus {
-            parent: ParentReference::service(&primary.name),
+        Some(TargetStatus {
+            parent: TargetReference::service(&primary.name),
             conditions,
         })
     }

@@ -9,9 +9,10 @@ use super::authorization::Authorization;
 #[cfg(test)]
 use super::endpoints::Delta;
 use super::endpoints::Endpoints;
-use super::object::{Inbound, Key};
+use super::object::Inbound;
 use super::position::Position;
-use super::version::{self, Digest, Version};
+use crate::object::Key;
+use crate::object::version::{self, Digest, Version};
 use crate::routes::attach::Table;
 
 /// The state of a resource.

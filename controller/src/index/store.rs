@@ -5,7 +5,7 @@ use std::hash::Hash;
 use std::ops;
 
 use super::links::{Linked, Links};
-use super::object::{Key, Kind};
+use crate::object::{Key, Kind};
 
 /// The objects of one kind.
 #[derive(Debug)]

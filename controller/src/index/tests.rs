@@ -19,14 +19,14 @@ use super::object::{
 use super::state::{State, Update};
 use super::*;
 use crate::authorization::{self, AuthorizationPolicy};
-use crate::fields::NULL;
+use crate::object::condition::UNSUPPORTED_VALUE;
+use crate::object::fields::NULL;
+use crate::object::{Meta, Rejection, TargetReference};
 use crate::policy::{self, Policy};
 use crate::routes::backend::backend;
 use crate::routes::mesh::Mesh;
-use crate::routes::model::{Grant, Rejection, Route};
-use crate::routes::parse::{self, Meta};
-use crate::routes::smi;
-use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
+use crate::routes::model::{Grant, Route};
+use crate::routes::{parse, smi};
 
 pub(crate) fn key(name: &str) -> Key {
     Key::new("shop", name)
@@ -76,7 +76,7 @@ pub(crate) fn service(name: &str, ips: &[&str]) -> Service {
 pub(crate) fn canary(of: &str, weight: Result<u32, &str>) -> Canary {
     let meta = Meta::new(Kind::Service, key("canary"), 0, ("", 0), NULL);
     let weight = weight.map_err(|message| Rejection::new(UNSUPPORTED_VALUE, message.to_owned()));
-    Canary::new(meta, vec![ParentReference::service(of)], weight)
+    Canary::new(meta, vec![TargetReference::service(of)], weight)
 }
 
 /// The Service of the Kubernetes API, whose UID identifies the cluster.
@@ -1339,7 +1339,7 @@ impl Chance {
 type Answers = (
     Vec<(Scope, State)>,
     Vec<Option<ServiceMessage>>,
-    Vec<RouteStatus>,
+    Vec<ObjectStatus>,
 );
 
 fn answers(index: &Index) -> Answers {

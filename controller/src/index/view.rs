@@ -7,7 +7,8 @@ use diy_mesh_proto::mesh::v1 as proto;
 use proto::service::{Canary, Endpoint, Port};
 
 use super::Index;
-use super::object::{Key, Service, ServicePort, Slice, SliceEndpoint, TargetPort};
+use super::object::{Service, ServicePort, Slice, SliceEndpoint, TargetPort};
+use crate::object::Key;
 
 /// Ports of one endpoint. A slice has up to 1,000 endpoints that share its ports, a message does
 /// not.

@@ -14,17 +14,11 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1 as proto;
 use prost::Message;
 
-use crate::checked::Checked;
-use crate::index::object::{Key, ServicePort};
-use crate::index::version::{self, Version};
+use crate::index::object::ServicePort;
+use crate::object::version::{self, Version};
+use crate::object::{Checked, Condition, Key, TargetReference};
 use crate::routes::attach::Table;
 use crate::routes::model::{RequestSettings, Rule};
-use crate::routes::{Condition, ParentReference};
-
-/// The API group.
-pub const GROUP: &str = "diy-service-mesh.dev";
-/// Its version.
-pub const VERSION: &str = "v1alpha1";
 
 /// The reasons of conditions that do not hold (GEP-713).
 const INVALID: &str = "Invalid";
@@ -183,13 +177,13 @@ impl Settings {
 
 impl Policy {
     /// The targets, with their references. `None`: something else, or of another namespace.
-    pub fn targets(&self) -> impl Iterator<Item = (&ParentReference, Option<Target>)> {
+    pub fn targets(&self) -> impl Iterator<Item = (&TargetReference, Option<Target>)> {
         let targets = self.parents.iter();
         targets.map(|reference| (reference, self.target(reference)))
     }
 
     /// The target of a reference. `None`: another kind, or another namespace.
-    pub fn target(&self, reference: &ParentReference) -> Option<Target> {
+    pub fn target(&self, reference: &TargetReference) -> Option<Target> {
         let namespace = &self.key.namespace;
         let is_core = matches!(reference.group.as_deref(), None | Some("" | "core"));
         match reference.kind.as_deref().filter(|_| is_core)? {

@@ -17,16 +17,14 @@ use serde_json::value::RawValue;
 
 use super::spec::{self, TargetRef, TrafficPolicySpec};
 use super::{Faults, INVALID, Policy, RetrySettings, Settings, telemetry};
-use crate::fields::{Milliseconds, fields, read, read_known};
-use crate::index::object::Key;
+use crate::object::condition::UNSUPPORTED_VALUE;
+use crate::object::fields::{Milliseconds, fields, read, read_known};
+use crate::object::rejection::{bounded, refuse, shortened, unsupported, violates};
+use crate::object::{Key, Meta, Rejection, TargetReference};
 use crate::routes::filters::share;
 use crate::routes::matches::MatchSpec;
-use crate::routes::model::Rejection;
-use crate::routes::parse::{
-    Meta, bounded, refuse, retry, session_persistence, shortened, timeouts, unsupported, violates,
-};
+use crate::routes::parse::{retry, session_persistence, timeouts};
 use crate::routes::spec::{HttpMatch, Retry};
-use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
 
 const MAX_TARGETS: usize = 16;
 /// The maximum number of matches of all faults, and of all rate limits. Proxies evaluate them for
@@ -44,13 +42,13 @@ pub fn policy(meta: Meta, spec: &str) -> Result<Policy, String> {
         None => Vec::new(),
         Some(list) => read(list.get(), "spec.targetRefs").map_err(|one| one.message)?,
     };
-    let mut references: Vec<ParentReference> = Vec::new();
+    let mut references: Vec<TargetReference> = Vec::new();
     for target in targets.iter().take(MAX_TARGETS) {
-        let reference = ParentReference {
+        let reference = TargetReference {
             group: Some(target.group.clone()),
             kind: Some(target.kind.clone()),
             name: target.name.clone(),
-            ..ParentReference::default()
+            ..TargetReference::default()
         };
         if !references.contains(&reference) {
             references.push(reference);

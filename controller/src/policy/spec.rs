@@ -11,7 +11,7 @@ use serde::Deserialize;
 use super::telemetry::Telemetry;
 #[cfg(test)]
 use super::tests::crd;
-use crate::fields::{Milliseconds, Name, Named};
+use crate::object::fields::{Milliseconds, Name, Named};
 use crate::routes::spec::{BackendSpec, Fraction, HttpMatch, SessionPersistence, Timeouts};
 
 /// The traffic of the requests to Services, or a host outside of the cluster. A section for a

@@ -13,10 +13,10 @@ use serde::Deserialize;
 
 #[cfg(test)]
 use super::tests::crd;
-use crate::fields::{Milliseconds, Name, Named, one_of};
+use crate::object::Rejection;
+use crate::object::fields::{Milliseconds, Name, Named, one_of};
+use crate::object::rejection::{unsupported, violates};
 use crate::routes::filters::share;
-use crate::routes::model::Rejection;
-use crate::routes::parse::{unsupported, violates};
 use crate::routes::spec::Fraction;
 
 /// The telemetry of the proxies of the pods of the Service about their traffic.

@@ -7,8 +7,7 @@ mod telemetry;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::index::object::Kind;
-use crate::routes::parse::Meta;
+use crate::object::{Kind, Meta};
 use rejections::rejections;
 
 /// A policy in `shop` for the Service `web`.

@@ -8,17 +8,15 @@ use bytes::Bytes;
 use diy_mesh_proto::mesh::v1::{ExternalBackend, Fault, RouteBackend, RouteMatch, Routes};
 use diy_mesh_proto::route;
 
+use super::INCOMPATIBLE_FILTERS;
 use super::external::{self, Place};
-use super::model::{
-    ExternalAuth, Match, ParsedRule, Reference, Rejection, RequestSettings, Route, Rule,
-};
-use super::parse::shortened;
-use super::{
-    Condition, INCOMPATIBLE_FILTERS, PARTIALLY_INVALID, ParentReference, UNSUPPORTED_VALUE,
-};
+use super::model::{ExternalAuth, Match, ParsedRule, Reference, RequestSettings, Route, Rule};
 use crate::authorization::{Mode, Rules, denying};
-use crate::index::object::{Key, Kind, Service, ServicePort};
-use crate::index::version::{self, Version};
+use crate::index::object::{Service, ServicePort};
+use crate::object::condition::{PARTIALLY_INVALID, UNSUPPORTED_VALUE};
+use crate::object::rejection::shortened;
+use crate::object::version::{self, Version};
+use crate::object::{Condition, Key, Kind, ObjectId, Rejection, TargetReference};
 use crate::policy::{Faults, Requests};
 
 /// The limits of a Service port for the clients of one namespace. The oldest routes come first.
@@ -41,9 +39,6 @@ const DENIED_AT_PODS: &str = "; the route has the filter ExternalAuth, so that t
 const BACKENDS_WITHOUT_EFFECT: &str = "; backendRefs, with their weights and filters, have no \
     effect: the Service is headless, and requests stay at the pod that the client has selected";
 
-/// Kind, namespace and name of a route.
-pub type RouteId = (Kind, Key);
-
 /// The routes of a Service port for the clients of one namespace.
 #[derive(Debug)]
 pub struct Table {
@@ -58,7 +53,7 @@ pub struct Table {
     /// The faults of the policy of the Service.
     pub faults: Option<Arc<Faults>>,
     /// The routes with these rules.
-    pub routes: Vec<RouteId>,
+    pub routes: Vec<ObjectId>,
     /// No rule of these routes can be read.
     pub is_unreadable: bool,
     /// The digest of all of this.
@@ -74,7 +69,7 @@ impl Table {
         grpc: bool,
         tcp: Option<Arc<Rule>>,
         requests: &Requests,
-        routes: Vec<RouteId>,
+        routes: Vec<ObjectId>,
     ) -> Table {
         let faults = requests.faults.clone();
         let injected = faults.as_ref().map(|faults| faults.version);
@@ -131,14 +126,14 @@ pub struct Attachment {
     /// The rules for its pods, at ports with the filter ExternalAuth.
     pub protected: BTreeMap<u16, Arc<Rules>>,
     /// The conditions of each route, by the position of the parent in the route.
-    pub conditions: HashMap<RouteId, BTreeMap<usize, Vec<Condition>>>,
+    pub conditions: HashMap<ObjectId, BTreeMap<usize, Vec<Condition>>>,
 }
 
 /// A route with the backends that it has at this Service.
 struct Candidate<'a> {
     route: &'a Route,
     /// The parents that are this Service, with their positions in the route.
-    parents: Vec<(usize, &'a ParentReference)>,
+    parents: Vec<(usize, &'a TargetReference)>,
     /// Older routes exceed a limit without it.
     is_surplus: bool,
     /// The rules, by the port of the Service for a split. `None`: the rules of other routes, for
@@ -341,7 +336,7 @@ fn candidate<'a>(
         });
         (port, rules.collect())
     });
-    let is_this = |parent: &ParentReference| parent.key(&route.key) == *key;
+    let is_this = |parent: &TargetReference| parent.key(&route.key) == *key;
     let parents = route.parents.iter().enumerate();
     Candidate {
         rules: rules.collect(),
@@ -424,7 +419,10 @@ fn rule(
         // Requests must not pass without the filter.
         shared = ParsedRule::failing(Vec::new(), shared.name.clone()).message;
         let message = format!("{message}; requests of the rule fail");
-        problems.push(Rejection::new(super::INVALID_KIND, message));
+        problems.push(Rejection::new(
+            crate::object::condition::INVALID_KIND,
+            message,
+        ));
     }
     Rule {
         shared,
@@ -557,7 +555,7 @@ impl Candidate<'_> {
         selected.map(|port| port.port).collect()
     }
 
-    fn conditions(&self, parent: &Parent<'_>, reference: &ParentReference) -> Vec<Condition> {
+    fn conditions(&self, parent: &Parent<'_>, reference: &TargetReference) -> Vec<Condition> {
         let accepted = self.accepted(parent, reference);
         let incompatible = self.incompatible(parent, reference);
         let incompatible = incompatible.filter(|_| accepted.holds);
@@ -579,14 +577,14 @@ impl Candidate<'_> {
     }
 
     /// Whether the pods of a port deny all calls, as the route does not apply there.
-    fn is_denied(&self, parent: &Parent<'_>, reference: &ParentReference) -> bool {
+    fn is_denied(&self, parent: &Parent<'_>, reference: &TargetReference) -> bool {
         let ports = parent.service.into_iter().flat_map(Service::tcp_ports);
         let mut ports = ports.filter(|port| self.unapplied.contains(&port.port));
         !self.unapplied.is_empty() && ports.any(|port| reference.selects(port))
     }
 
     /// Why rules with the filter ExternalAuth fail at a parent.
-    fn incompatible(&self, parent: &Parent<'_>, reference: &ParentReference) -> Option<Rejection> {
+    fn incompatible(&self, parent: &Parent<'_>, reference: &TargetReference) -> Option<Rejection> {
         let selects = |at: usize| {
             let mut ports = parent.groups[at].1.iter();
             ports.any(|port| reference.selects(port))
@@ -612,7 +610,7 @@ impl Candidate<'_> {
         })
     }
 
-    fn accepted(&self, parent: &Parent<'_>, reference: &ParentReference) -> Condition {
+    fn accepted(&self, parent: &Parent<'_>, reference: &TargetReference) -> Condition {
         let key = parent.key;
         let rejected = |reason, message| Rejection::new(reason, message).condition();
         let Some(service) = parent.service else {

@@ -9,13 +9,12 @@ use std::net::IpAddr;
 use diy_mesh_proto::mesh::v1::{ExternalBackend, ExternalTls};
 use diy_mesh_proto::route::is_hostname;
 
-use super::model::Rejection;
-use super::parse::{Meta, refuse, shortened, unsupported};
+use super::UNSUPPORTED_PROTOCOL;
 use super::spec::{BackendSpec, BackendTls};
-use super::{BACKEND_NOT_FOUND, UNSUPPORTED_PROTOCOL, UNSUPPORTED_VALUE};
-use crate::checked::Checked;
-use crate::fields::{field, fields, read_known, string};
-use crate::index::object::Kind;
+use crate::object::condition::{BACKEND_NOT_FOUND, UNSUPPORTED_VALUE};
+use crate::object::fields::{field, fields, read_known, string};
+use crate::object::rejection::{refuse, shortened, unsupported};
+use crate::object::{Checked, Kind, Meta, Rejection};
 
 /// The kinds of objects that can be a host.
 pub(crate) const KINDS: [Kind; 2] = [Kind::Backend, Kind::TrafficPolicy];

@@ -4,10 +4,12 @@
 
 use std::sync::Arc;
 
-use super::model::{Match, ParsedRule, Reference, Rejection, Route};
-use super::parse::{Meta, REFERENCE_BYTES, RULE_BYTES};
-use super::{CONFLICTED, NO_MATCHING_PARENT, ParentReference, UNSUPPORTED_VALUE};
-use crate::index::object::{Key, Kind, Service};
+use super::model::{Match, ParsedRule, Reference, Route};
+use super::parse::{REFERENCE_BYTES, RULE_BYTES};
+use super::{CONFLICTED, NO_MATCHING_PARENT};
+use crate::index::object::Service;
+use crate::object::condition::UNSUPPORTED_VALUE;
+use crate::object::{Key, Kind, Meta, Rejection, TargetReference};
 
 const ALL_PERCENT: u32 = 100;
 /// The maximum number of canaries of one Service. Canaries with 0% count.
@@ -77,7 +79,7 @@ impl Canaries {
         let route = || {
             Route::new(
                 meta,
-                vec![ParentReference::service(&key.name)],
+                vec![TargetReference::service(&key.name)],
                 Ok(vec![Arc::new(rule)]),
             )
         };

@@ -14,15 +14,17 @@ use proto::route_filter::Kind as FilterKind;
 use serde_json::value::RawValue;
 
 use super::filters::{Context, Found};
-use super::model::{ExternalAuth, Match, Reference, Rejection, Route, Rule};
-use super::parse::{reference, unsupported};
+use super::model::{ExternalAuth, Match, Reference, Route, Rule};
+use super::parse::reference;
 use super::{INCOMPATIBLE_FILTERS, spec};
 use crate::authorization::Rules;
 use crate::authorization::parse::authorizer::{DEFAULT_TIMEOUT, protocol};
 use crate::authorization::parse::rejected;
 use crate::authorization::server::Server;
-use crate::fields::read_known;
 use crate::index::object::{Service, ServicePort};
+use crate::object::Rejection;
+use crate::object::fields::read_known;
+use crate::object::rejection::unsupported;
 
 /// Parses the filter in the field `at`.
 pub(super) fn parse(

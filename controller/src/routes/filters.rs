@@ -13,10 +13,11 @@ use diy_mesh_proto::mesh::v1::{
 use diy_mesh_proto::policy::check_share;
 use diy_mesh_proto::route::check_filter;
 
-use super::model::{ExternalAuth, Match, Reference, Rejection};
-use super::parse::{MAX_ITEMS, Meta, bounded, reference, refuse, unsupported, violates};
+use super::model::{ExternalAuth, Match, Reference};
+use super::parse::{MAX_ITEMS, reference};
 use super::{INCOMPATIBLE_FILTERS, external, spec};
-use crate::index::object::Kind;
+use crate::object::rejection::{bounded, refuse, unsupported, violates};
+use crate::object::{Kind, Meta, Rejection};
 
 /// The default of the specification, in seconds.
 const DEFAULT_CORS_MAX_AGE: u32 = 5;

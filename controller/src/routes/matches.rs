@@ -8,10 +8,12 @@ use diy_mesh_proto::mesh::v1::path_match::Kind as PathKind;
 use diy_mesh_proto::mesh::v1::{FieldMatch, PathMatch, RouteMatch};
 use diy_mesh_proto::route::{self, compile_pattern};
 
-use super::model::{Match, Rejection};
-use super::parse::{MAX_ITEMS, bounded, refuse, unsupported, violates};
+use super::model::Match;
+use super::parse::MAX_ITEMS;
 use super::spec::{self, GrpcMatch, GrpcMethodMatch, HttpMatch, TcpMatch};
-use crate::fields::one_of;
+use crate::object::Rejection;
+use crate::object::fields::one_of;
+use crate::object::rejection::{bounded, refuse, unsupported, violates};
 
 /// The length of a path, and of a name of gRPC.
 const MAX_NAME_BYTES: usize = 1024;

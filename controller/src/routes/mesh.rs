@@ -1,11 +1,9 @@
 //! XMeshes (GEP-3949). An XMesh of this controller gets a status, with the features that the mesh
 //! supports. XMeshes configure nothing. Pure.
 
-use super::parse::Meta;
-use super::status::CONTROLLER_NAME;
-use super::{Condition, ParentReference, ParentStatus, RouteStatus};
-use crate::fields::{NULL, field, string};
-use crate::index::object::{Key, Kind};
+use crate::object::fields::{NULL, field, string};
+use crate::object::status::CONTROLLER_NAME;
+use crate::object::{Condition, Key, Kind, Meta, ObjectStatus, TargetReference, TargetStatus};
 
 /// The features that docs/gateway-api.md lists as supported, in alphabetical order.
 pub(super) const FEATURES: &[&str] = &[
@@ -56,7 +54,7 @@ pub struct Mesh {
     /// The name, without a namespace.
     pub key: Key,
     /// The status of an XMesh of this controller. It does not depend on other objects.
-    pub status: Option<RouteStatus>,
+    pub status: Option<ObjectStatus>,
 }
 
 impl Mesh {
@@ -69,10 +67,10 @@ impl Mesh {
             let message = "spec.parametersRef: the mesh has no parameters, remove the reference";
             Condition::new("Accepted", false, "InvalidParameters", message.to_owned())
         };
-        let parent = ParentReference::object(Kind::Mesh, &key.name);
+        let parent = TargetReference::object(Kind::Mesh, &key.name);
         let conditions = vec![accepted];
-        let parents = vec![ParentStatus { parent, conditions }];
-        let status = RouteStatus::new(Kind::Mesh, key.clone(), meta.generation, parents);
+        let parents = vec![TargetStatus { parent, conditions }];
+        let status = ObjectStatus::new(Kind::Mesh, key.clone(), meta.generation, parents);
         let controller = string(field(spec, "controllerName"));
         let is_own = controller.as_deref() == Some(CONTROLLER_NAME);
         let status = is_own.then_some(status);

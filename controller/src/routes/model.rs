@@ -10,28 +10,13 @@ use diy_mesh_proto::mesh::v1::{
     path_match, route_filter,
 };
 
-use super::Condition;
-use super::attach::RouteId;
 use crate::authorization::server::Server;
-use crate::checked::Checked;
-use crate::index::object::{Key, Kind};
+use crate::object::{Checked, Key, Kind, ObjectId};
 
 /// A route with parents that are Services, or an object with the same effect: an HTTPRoute, a
 /// GRPCRoute, a TCPRoute or a TrafficSplit. With the kind Service: the canaries of the Service with
 /// its key. Its content is the rules in their order.
 pub type Route = Checked<Vec<Arc<ParsedRule>>>;
-
-/// Why a route, or a reference of it, is not accepted.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{message}")]
-pub struct Rejection {
-    /// A reason of the specification.
-    pub reason: &'static str,
-    /// The field, its value and the expected value.
-    pub message: String,
-    /// Whether other rules of the route are valid.
-    pub is_partial: bool,
-}
 
 /// A rule of a route.
 #[derive(Clone, Debug, PartialEq)]
@@ -161,33 +146,9 @@ impl Route {
     }
 
     /// The hosts that are backends.
-    pub fn external(&self) -> impl Iterator<Item = RouteId> {
+    pub fn external(&self) -> impl Iterator<Item = ObjectId> {
         let references = self.references();
         references.filter_map(|reference| Some((reference.external?, reference.key.clone())))
-    }
-}
-
-impl Rejection {
-    /// A rejection for a reason of the specification.
-    pub fn new(reason: &'static str, message: String) -> Rejection {
-        Rejection {
-            reason,
-            message,
-            is_partial: false,
-        }
-    }
-
-    /// The rejection with its effect.
-    pub(super) fn with(self, effect: &str) -> Rejection {
-        Rejection {
-            message: format!("{}; {effect}", self.message),
-            ..self
-        }
-    }
-
-    /// The condition of the route.
-    pub fn condition(&self) -> Condition {
-        Condition::new("Accepted", false, self.reason, self.message.clone())
     }
 }
 

@@ -11,21 +11,23 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1::{
     ExternalBackend, RouteBackend, RouteRetry, RouteRule, SessionPersistence,
 };
-use diy_mesh_proto::policy::{self, Violation};
+use diy_mesh_proto::policy;
 use diy_mesh_proto::route::{self, is_hostname, is_token};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::value::RawValue;
 
+use super::INCOMPATIBLE_FILTERS;
 use super::backend::{BACKEND_BYTES, KINDS};
 use super::filters::{self, Found};
 use super::matches::MatchSpec;
-use super::model::{ExternalAuth, Match, ParsedRule, Reference, Rejection, RequestSettings, Route};
+use super::model::{ExternalAuth, Match, ParsedRule, Reference, RequestSettings, Route};
 use super::spec::{
     self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, TcpMatch, Timeouts,
 };
-use super::{INCOMPATIBLE_FILTERS, ParentReference, UNSUPPORTED_VALUE};
-use crate::fields::{Milliseconds, field, items, one_of, read, string};
-use crate::index::object::{Key, Kind};
+use crate::object::condition::UNSUPPORTED_VALUE;
+use crate::object::fields::{Milliseconds, field, items, one_of, read, string};
+use crate::object::rejection::{bounded, refuse, shortened, unsupported, violates};
+use crate::object::{Key, Kind, Meta, Rejection, TargetReference};
 
 /// The limits of the objects in Kubernetes, which hold for files too.
 pub(super) const MAX_ITEMS: usize = 16;
@@ -39,99 +41,16 @@ pub(super) const MAX_WEIGHT: u32 = 1_000_000;
 const DEFAULT_RETRY_ATTEMPTS: u32 = 1;
 const DEFAULT_SESSION_COOKIE: &str = "mesh-session";
 const DEFAULT_SESSION_HEADER: &str = "x-mesh-session";
-/// The length of a value in an error.
-const MAX_SHOWN_CHARS: usize = 64;
-/// The length of an error. Each parent of a route has a copy of it.
-const MAX_ERROR_CHARS: usize = 512;
 /// At least the length of the parts of a rule and of a reference that its object does not contain.
 pub(super) const RULE_BYTES: usize = 512;
 pub(super) const REFERENCE_BYTES: usize = 160;
-
-/// The metadata of a route or of a policy.
-pub struct Meta {
-    /// HTTPRoute, GRPCRoute or TCPRoute.
-    pub kind: Kind,
-    /// Namespace and name.
-    pub key: Key,
-    /// The creation time in seconds since 1970, or 0.
-    pub created: i64,
-    /// The UID, or empty.
-    pub uid: Arc<str>,
-    /// The generation, or 0.
-    pub generation: i64,
-    /// The length of the spec.
-    pub bytes: usize,
-    /// The applied fields that the API server has dropped, for conditions.
-    pub dropped: Option<Arc<String>>,
-}
-
-impl Meta {
-    /// The metadata of an object with this spec.
-    pub fn new(
-        kind: Kind,
-        key: Key,
-        created: i64,
-        (uid, generation): (&str, i64),
-        spec: &str,
-    ) -> Meta {
-        Meta {
-            kind,
-            key,
-            created,
-            uid: uid.into(),
-            generation,
-            bytes: spec.len(),
-            dropped: None,
-        }
-    }
-}
-
-/// The start of an error, which may contain a value of any length.
-pub(crate) fn shortened(error: &str) -> String {
-    error.chars().take(MAX_ERROR_CHARS).collect()
-}
-
-/// A rejection that names the field, its value and the expected value.
-pub(crate) fn unsupported(field: &str, value: &str, expected: &str) -> Rejection {
-    Rejection::new(
-        UNSUPPORTED_VALUE,
-        format!("{field}: {}", not(value, expected)),
-    )
-}
-
-/// Says that a value is not as expected.
-pub(crate) fn not(value: &str, expected: &str) -> String {
-    let shown: String = value.chars().take(MAX_SHOWN_CHARS).collect();
-    format!("{shown:?} is not {expected}")
-}
-
-/// Rejects the value of the field `name` in the field `at`.
-pub(crate) fn refuse<T>(
-    at: &str,
-    name: &str,
-    value: impl ToString,
-    expected: &str,
-) -> Result<T, Rejection> {
-    let field = format!("{at}.{name}");
-    Err(unsupported(&field, &value.to_string(), expected))
-}
-
-/// Rejects lists that are longer than Kubernetes permits.
-pub(crate) fn bounded<T>(field: &str, list: &[T], max: usize) -> Result<(), Rejection> {
-    if list.len() <= max {
-        Ok(())
-    } else {
-        let message = format!("{field}: {} entries are more than {max}", list.len());
-        Err(Rejection::new(UNSUPPORTED_VALUE, message))
-    }
-}
 
 /// Parses a route. An error: its parents are unknown, so that it has no status.
 pub fn route(meta: Meta, spec: &str) -> Result<Route, String> {
     let parsed: RouteSpec = read(spec, "spec").map_err(|one| one.message)?;
     let parents = parsed.parent_refs.into_iter();
-    let parents = parents.filter(ParentReference::is_service);
-    let parents: Vec<ParentReference> = parents.take(MAX_PARENTS).collect();
+    let parents = parents.filter(TargetReference::is_service);
+    let parents: Vec<TargetReference> = parents.take(MAX_PARENTS).collect();
     let has_hostnames = !parsed.hostnames.is_empty();
     let has_more = meta.kind == Kind::TcpRoute && parsed.rules.iter().flatten().nth(1).is_some();
     let ignored = has_hostnames.then_some("spec.hostnames");
@@ -523,13 +442,6 @@ pub(crate) fn session_persistence(
         Ok(()) => Ok(session),
         Err(violation) => Err(violates(&at, &violation)),
     }
-}
-
-/// The rejection of a value that proxies would reject.
-pub(crate) fn violates(at: &str, violation: &Violation) -> Rejection {
-    let dot = if violation.field.is_empty() { "" } else { "." };
-    let field = format!("{at}{dot}{}", violation.field);
-    unsupported(&field, &violation.value, &violation.expected)
 }
 
 /// The name of a header, in lower case.

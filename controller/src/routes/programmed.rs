@@ -17,11 +17,9 @@ use tokio::time::Instant;
 
 use exchange::{Exchange, Id};
 
-use super::attach::RouteId;
-use super::{Condition, RouteStatus};
 use crate::authorization;
 use crate::index::limits::{MAX_BYTES, MAX_SERVICES};
-use crate::index::object::{Key, Kind};
+use crate::object::{Condition, Key, Kind, ObjectId, ObjectStatus};
 use crate::policy::Target;
 
 /// The type of the condition.
@@ -376,7 +374,7 @@ impl Reports {
         now: Instant,
         found: BTreeMap<Subject, (i64, Progress)>,
         covered: BTreeMap<Subject, (i64, Coverage)>,
-    ) -> BTreeSet<RouteId> {
+    ) -> BTreeSet<ObjectId> {
         let started = *self.started.get_or_insert(now);
         self.is_complete = now.duration_since(started) >= HOLD_TIME;
         let mut found = self.exchange.merge(found);
@@ -418,7 +416,7 @@ impl Reports {
     }
 
     /// Adds the conditions of an object to its status, where the object is accepted.
-    pub fn add_to(&self, status: &mut RouteStatus) {
+    pub fn add_to(&self, status: &mut ObjectStatus) {
         status.keeps_programmed |= !self.is_complete;
         for parent in &mut status.parents {
             let mut conditions = parent.conditions.iter();

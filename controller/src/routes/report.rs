@@ -7,16 +7,15 @@ use std::fmt;
 
 use diy_mesh_control_plane::events::Events;
 
-use super::attach::RouteId;
 use super::statuses::{Statuses, take_changed, wait_changed};
-use super::{Condition, ParentReference, ParentStatus, RouteStatus};
 use crate::events;
+use crate::object::{Condition, ObjectId, ObjectStatus, TargetReference, TargetStatus};
 
 /// Lines about one change of a cluster. The Service of many TrafficSplits may come and go.
 const MAX_LINES: usize = 100;
 
 /// The statuses that are known from the log.
-type Known = BTreeMap<RouteId, RouteStatus>;
+type Known = BTreeMap<ObjectId, ObjectStatus>;
 
 /// Logs each change of the conditions of a route, until it is dropped.
 pub async fn log_changes(statuses: &impl Statuses) -> Infallible {
@@ -33,7 +32,7 @@ pub async fn log_changes(statuses: &impl Statuses) -> Infallible {
 pub(super) fn announce(
     known: &mut Known,
     statuses: &impl Statuses,
-    changed: BTreeSet<RouteId>,
+    changed: BTreeSet<ObjectId>,
     events: &Events,
 ) {
     let changes = changes(known, current(statuses, changed));
@@ -49,8 +48,8 @@ pub(super) fn announce(
 /// The current statuses of these objects, except those that are withheld.
 fn current(
     statuses: &impl Statuses,
-    changed: BTreeSet<RouteId>,
-) -> impl Iterator<Item = (RouteId, Option<RouteStatus>)> {
+    changed: BTreeSet<ObjectId>,
+) -> impl Iterator<Item = (ObjectId, Option<ObjectStatus>)> {
     changed.into_iter().filter_map(|id| {
         let status = statuses.get(&id).ok()?;
         Some((id, status))
@@ -61,8 +60,8 @@ fn current(
 /// changed, by more than a message that is not logged.
 fn changes(
     known: &mut Known,
-    current: impl IntoIterator<Item = (RouteId, Option<RouteStatus>)>,
-) -> Vec<RouteStatus> {
+    current: impl IntoIterator<Item = (ObjectId, Option<ObjectStatus>)>,
+) -> Vec<ObjectStatus> {
     let mut changes = Vec::new();
     for (id, status) in current {
         let before = known
@@ -81,7 +80,7 @@ fn changes(
 }
 
 /// Logs a line per parent, with a maximum of lines.
-fn log(changes: &[RouteStatus], max_lines: usize) {
+fn log(changes: &[ObjectStatus], max_lines: usize) {
     for (line, is_error) in bounded(lines(changes), max_lines) {
         if is_error {
             tracing::warn!("{line}")
@@ -92,7 +91,7 @@ fn log(changes: &[RouteStatus], max_lines: usize) {
 }
 
 /// A line per parent, and whether it contains an error.
-fn lines(changes: &[RouteStatus]) -> Vec<(String, bool)> {
+fn lines(changes: &[ObjectStatus]) -> Vec<(String, bool)> {
     let mut lines = Vec::new();
     for status in changes {
         let (kind, key) = (status.kind, &status.key);
@@ -117,7 +116,7 @@ fn bounded(mut lines: Vec<(String, bool)>, max: usize) -> Vec<(String, bool)> {
     lines
 }
 
-fn described(parent: &ParentStatus) -> String {
+fn described(parent: &TargetStatus) -> String {
     let conditions: Vec<String> = parent.conditions.iter().map(describe).collect();
     format!("{}: {}", parent.parent, conditions.join("; "))
 }
@@ -131,7 +130,7 @@ fn describe(condition: &Condition) -> String {
     }
 }
 
-impl fmt::Display for ParentReference {
+impl fmt::Display for TargetReference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ", self.kind.as_deref().unwrap_or("Gateway"))?;
         self.namespace
@@ -145,7 +144,7 @@ impl fmt::Display for ParentReference {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::index::object::Key;
+    use crate::object::Key;
     use crate::routes::testing::{KIND, accepted, service, status};
 
     #[test]

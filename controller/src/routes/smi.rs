@@ -11,16 +11,14 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::matches::MatchSpec;
-use super::model::{Match, ParsedRule, Reference, Rejection, Route};
-use super::parse::{
-    MAX_ITEMS, MAX_MATCHES_OF_ROUTE, MAX_WEIGHT, Meta, bounded, check_matches, refuse, unsupported,
-};
+use super::model::{Match, ParsedRule, Reference, Route};
+use super::parse::{MAX_ITEMS, MAX_MATCHES_OF_ROUTE, MAX_WEIGHT, check_matches};
 use super::spec::{HttpMatch, ValueMatch};
-use super::{BACKEND_NOT_FOUND, ParentReference};
 use crate::authorization::smi::{Condition, condition};
-use crate::checked::Checked;
-use crate::fields::read;
-use crate::index::object::Key;
+use crate::object::condition::BACKEND_NOT_FOUND;
+use crate::object::fields::read;
+use crate::object::rejection::{bounded, refuse, unsupported};
+use crate::object::{Checked, Key, Meta, Rejection, TargetReference};
 
 const REGEX: &str = "RegularExpression";
 /// Lists of backends, groups and matches.
@@ -106,7 +104,7 @@ pub fn split(meta: Meta, spec: &str) -> Result<Split, String> {
         groups: groups.collect(),
         rule: Arc::new(rule),
     });
-    let parent = ParentReference::service(&parsed.service);
+    let parent = TargetReference::service(&parsed.service);
     let bytes = 2 * meta.bytes + (2 + parsed.backends.len()) * ENTRY_BYTES;
     Ok(Split::new(Meta { bytes, ..meta }, vec![parent], rule))
 }
@@ -255,8 +253,9 @@ mod tests {
     use super::*;
     use crate::index::Index;
     use crate::index::locality::Location;
-    use crate::index::object::{Kind, Object, Resource};
+    use crate::index::object::{Object, Resource};
     use crate::index::tests::{index, key, service};
+    use crate::object::Kind;
     use crate::routes::attach::Table;
 
     fn split(name: &str, spec: Value) -> Object {

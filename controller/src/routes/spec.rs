@@ -8,16 +8,16 @@ use diy_mesh_proto::mesh::v1::HeaderModifier;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::ParentReference;
 use crate::authorization::spec::{ForwardBody, GrpcAuth, HttpAuth};
-use crate::fields::Milliseconds;
+use crate::object::TargetReference;
+use crate::object::fields::Milliseconds;
 
 /// The parents and the rules of a route. Without `R`, each rule is parsed on its own, for the
 /// position in errors.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct RouteSpec<R = Box<RawValue>> {
-    pub parent_refs: Vec<ParentReference>,
+    pub parent_refs: Vec<TargetReference>,
     pub hostnames: Vec<String>,
     /// Absent: the default of the kind.
     pub rules: Option<Vec<R>>,

@@ -10,13 +10,10 @@ use serde_json::{Map, Value, json};
 
 use super::mesh::FEATURES;
 use super::programmed::PROGRAMMED;
-use super::{Condition, ParentStatus, RouteStatus};
 use crate::authorization::keys;
-use crate::index::object::Kind;
-use crate::policy;
+use crate::object::status::CONTROLLER_NAME;
+use crate::object::{Condition, Kind, ObjectStatus, TargetStatus};
 
-/// The `controllerName` of the mesh.
-pub const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
 /// The API server accepts 32 KiB.
 const MAX_MESSAGE_BYTES: usize = 2048;
 
@@ -50,7 +47,7 @@ const POLICY: Fields = Fields {
 pub fn merge(
     kind: Kind,
     object: &DynamicObject,
-    desired: Option<&RouteStatus>,
+    desired: Option<&ObjectStatus>,
     now: &str,
 ) -> Option<Value> {
     let fields = match kind {
@@ -62,7 +59,7 @@ pub fn merge(
     let before = object.data["status"][fields.entries].as_array();
     let before = before.map(Vec::as_slice).unwrap_or_default();
     let latest = object.metadata.generation.unwrap_or(i64::MAX);
-    let mut missing: Vec<&ParentStatus> = desired.iter().flat_map(|one| &one.parents).collect();
+    let mut missing: Vec<&TargetStatus> = desired.iter().flat_map(|one| &one.parents).collect();
     let mut parents = Vec::new();
     for entry in before {
         if entry["controllerName"] != CONTROLLER_NAME {
@@ -79,7 +76,7 @@ pub fn merge(
             }
             continue;
         };
-        let is_same = |status: &ParentStatus| {
+        let is_same = |status: &TargetStatus| {
             normalized(&json!(status.parent), namespace) == normalized(reference, namespace)
         };
         // An entry without a parent, or a second one for the same parent, is removed.
@@ -109,7 +106,7 @@ pub fn merge(
 }
 
 /// The status of an XMesh with the conditions and the features of the mesh.
-fn merge_mesh(object: &DynamicObject, desired: &RouteStatus, now: &str) -> Option<Value> {
+fn merge_mesh(object: &DynamicObject, desired: &ObjectStatus, now: &str) -> Option<Value> {
     let before = &object.data["status"];
     let latest = object.metadata.generation.unwrap_or(i64::MAX);
     let mut status = updated(before, desired.parents.first()?, desired, latest, now);
@@ -121,12 +118,12 @@ fn merge_mesh(object: &DynamicObject, desired: &RouteStatus, now: &str) -> Optio
 /// An entry of the mesh with these conditions. `latest` is the generation of the object.
 fn updated(
     entry: &Value,
-    status: &ParentStatus,
-    desired: &RouteStatus,
+    status: &TargetStatus,
+    desired: &ObjectStatus,
     latest: i64,
     now: &str,
 ) -> Value {
-    let RouteStatus {
+    let ObjectStatus {
         generation,
         keeps_programmed,
         ..
@@ -162,7 +159,7 @@ fn updated(
 /// Whether a type of conditions has another domain than the domain of the mesh.
 fn is_of_others(kind: &Value) -> bool {
     let kind = kind.as_str().and_then(|kind| kind.split_once('/'));
-    kind.is_some_and(|(domain, _)| domain != policy::GROUP)
+    kind.is_some_and(|(domain, _)| domain != crate::object::kind::GROUP)
 }
 
 /// A condition, with the time of its last transition.
@@ -200,8 +197,8 @@ mod tests {
     use kube::core::ApiResource;
 
     use super::*;
+    use crate::object::condition::{APPLIES_TO_ALL_PODS, OLDER_SERVICE};
     use crate::routes::testing::{KIND, accepted, service, status};
-    use crate::routes::{APPLIES_TO_ALL_PODS, OLDER_SERVICE};
 
     const NOW: &str = "2026-11-22T09:00:00Z";
     const LATER: &str = "2026-11-22T10:00:00Z";
@@ -336,7 +333,7 @@ mod tests {
             ],
         }]));
         let mut desired = status(2, vec![service("web", None, vec![accepted(false)])]);
-        let kinds = |desired: &RouteStatus| -> Vec<Value> {
+        let kinds = |desired: &ObjectStatus| -> Vec<Value> {
             let merged = merge(KIND, &object, Some(desired), NOW).unwrap();
             let conditions = merged["parents"][0]["conditions"].as_array().unwrap();
             conditions.iter().map(|one| one["type"].clone()).collect()

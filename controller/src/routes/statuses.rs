@@ -4,28 +4,23 @@ use std::collections::BTreeSet;
 
 use tokio::sync::watch;
 
-use super::RouteStatus;
-use super::attach::RouteId;
-
-/// The status of an object may be another one with objects that cannot be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Withheld;
+use crate::object::{ObjectId, ObjectStatus, Withheld};
 
 /// The desired statuses of the cluster, and their changes. It has one reader at a time.
 pub trait Statuses: Send + Sync {
     /// The objects that may have a status.
-    fn with_status(&self) -> BTreeSet<RouteId>;
+    fn with_status(&self) -> BTreeSet<ObjectId>;
 
     /// The current status of an object, if it has one. One that is withheld counts as changed when
     /// it no longer is.
-    fn get(&self, id: &RouteId) -> Result<Option<RouteStatus>, Withheld>;
+    fn get(&self, id: &ObjectId) -> Result<Option<ObjectStatus>, Withheld>;
 
     /// The objects whose status may have changed since their ids were last taken.
-    fn changed(&self) -> &watch::Sender<BTreeSet<RouteId>>;
+    fn changed(&self) -> &watch::Sender<BTreeSet<ObjectId>>;
 }
 
 /// The objects whose status may have changed since the last call.
-pub(super) fn take_changed(statuses: &impl Statuses) -> BTreeSet<RouteId> {
+pub(super) fn take_changed(statuses: &impl Statuses) -> BTreeSet<ObjectId> {
     let mut changed = BTreeSet::new();
     statuses.changed().send_if_modified(|all| {
         changed = std::mem::take(all);

@@ -11,8 +11,7 @@ use kube::Client;
 use kube::client::Body;
 use serde_json::{Value, json};
 
-use super::{Condition, ParentReference, ParentStatus, RouteStatus};
-use crate::index::object::{Key, Kind};
+use crate::object::{Condition, Key, Kind, ObjectStatus, TargetReference, TargetStatus};
 
 /// The kind of the routes in tests.
 pub(crate) const KIND: Kind = Kind::HttpRoute;
@@ -216,20 +215,20 @@ fn failure(code: u16) -> (u16, Value) {
 }
 
 /// The status of HTTPRoute shop/web.
-pub(crate) fn status(generation: i64, parents: Vec<ParentStatus>) -> RouteStatus {
-    RouteStatus::new(KIND, Key::new("shop", "web"), generation, parents)
+pub(crate) fn status(generation: i64, parents: Vec<TargetStatus>) -> ObjectStatus {
+    ObjectStatus::new(KIND, Key::new("shop", "web"), generation, parents)
 }
 
 /// The status at a Service.
-pub(crate) fn service(name: &str, port: Option<u16>, conditions: Vec<Condition>) -> ParentStatus {
-    let parent = ParentReference {
+pub(crate) fn service(name: &str, port: Option<u16>, conditions: Vec<Condition>) -> TargetStatus {
+    let parent = TargetReference {
         group: Some(String::new()),
         kind: Some("Service".into()),
         name: name.into(),
         port,
-        ..ParentReference::default()
+        ..TargetReference::default()
     };
-    ParentStatus { parent, conditions }
+    TargetStatus { parent, conditions }
 }
 
 /// The condition Accepted.

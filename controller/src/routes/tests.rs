@@ -1,14 +1,18 @@
 //! Tables of what the specification says: parsing, ranking, merging, conditions.
 
+use std::sync::Arc;
+
 use diy_mesh_proto::mesh::v1::route_filter::Kind as FilterKind;
 use diy_mesh_proto::mesh::v1::{Mirror, RouteFilter, path_modifier};
 use serde_json::{Value, json};
 
 use super::attach::{Attachment, Table, attach};
 use super::model::{Reference, Route};
-use super::parse::{Meta, route as parse};
+use super::parse::route as parse;
 use super::*;
-use crate::index::object::{Service, TargetPort, Transport};
+use crate::index::object::{Service, ServicePort, TargetPort, Transport};
+use crate::object::condition::{BACKEND_NOT_FOUND, UNSUPPORTED_VALUE};
+use crate::object::{Condition, Key, Kind, Meta};
 
 mod backend;
 mod external;
@@ -997,7 +1001,7 @@ fn parents_of_a_route_do_not_multiply_its_memory() {
     let long = json!([{"backendRefs": [{"name": "a", "weight": "9".repeat(100_000)}]}]);
     for route in [unresolved, route("r", 0, long)] {
         let resolve = |_: &Route, reference: &Reference| {
-            Err(super::model::Rejection {
+            Err(crate::object::Rejection {
                 is_partial: false,
                 reason: BACKEND_NOT_FOUND,
                 message: format!("{}: no {}", reference.field, reference.key),
@@ -1037,7 +1041,7 @@ fn invalid_references_are_reported_and_leave_a_backend_without_a_name() {
     let service = web();
     let resolve = |_: &Route, reference: &Reference| match &*reference.key.name {
         "a" => Ok(None),
-        _ => Err(super::model::Rejection {
+        _ => Err(crate::object::Rejection {
             is_partial: false,
             reason: BACKEND_NOT_FOUND,
             message: format!("{}: no b", reference.field),

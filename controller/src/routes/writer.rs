@@ -29,16 +29,15 @@ mod schedule;
 use object::Stored;
 use progress::Progress;
 
-use super::attach::RouteId;
 use super::lease::{Election, LEASE};
-use super::statuses::{Statuses, Withheld, take_changed, wait_changed};
-use super::{RouteStatus, report, status};
+use super::statuses::{Statuses, take_changed, wait_changed};
+use super::{report, status};
 use crate::api::bytes::{self, Page, Pages, Text};
 use crate::api::{self, API_TIMEOUT, ApiError};
 use crate::catalog::marker::{self, Marker};
 use crate::catalog::resources;
-use crate::index::object::{Key, Kind};
 use crate::metrics::Metrics;
+use crate::object::{Key, Kind, ObjectId, ObjectStatus, Withheld};
 
 /// The label of the ControllerRevisions of earlier releases.
 const STORED_STATE_LABEL: &str = "diy-service-mesh.dev/last-valid";
@@ -138,7 +137,7 @@ impl Writer {
         let mut changed = statuses.with_status();
         loop {
             changed.append(&mut take_changed(statuses));
-            let has_status = |(kind, _): &RouteId| self.kinds.contains(kind);
+            let has_status = |(kind, _): &ObjectId| self.kinds.contains(kind);
             let changed = std::mem::take(&mut changed).into_iter();
             let (written, others): (BTreeSet<_>, BTreeSet<_>) = changed.partition(has_status);
             report::announce(&mut announced, statuses, others, &self.events);
@@ -299,8 +298,8 @@ impl Writer {
     /// Writes the status of a route, unless the cluster has it already.
     async fn reconcile(
         &self,
-        id: &RouteId,
-        desired: Option<&RouteStatus>,
+        id: &ObjectId,
+        desired: Option<&ObjectStatus>,
         pace: &mut Interval,
     ) -> Result<(), Error> {
         let (kind, key) = id;
@@ -332,7 +331,7 @@ impl Writer {
     }
 
     /// The text of a route in the first version of its kind that the cluster serves.
-    async fn read(&self, (kind, key): &RouteId) -> Result<Option<(ApiResource, Text)>, ApiError> {
+    async fn read(&self, (kind, key): &ObjectId) -> Result<Option<(ApiResource, Text)>, ApiError> {
         for resource in resources(*kind) {
             let request = collection(&resource, &key.namespace);
             match self
@@ -369,7 +368,7 @@ impl Writer {
         &self,
         object: &DynamicObject,
         resource: &ApiResource,
-        status: Option<&RouteStatus>,
+        status: Option<&ObjectStatus>,
     ) {
         let reference = object.object_ref(resource);
         for parent in status.iter().flat_map(|status| &status.parents) {

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use diy_mesh_controller::kinds::Kind;
+use diy_mesh_controller::object::Kind;
 use diy_mesh_injector::containers::ROOTS_CONFIG_MAP;
 use diy_mesh_model::json;
 use futures::future::join_all;

@@ -3,8 +3,7 @@
 use std::collections::BTreeSet;
 
 use diy_mesh_controller::catalog::definitions::{lacking_fields, unsupported};
-use diy_mesh_controller::index::object::Kind;
-use diy_mesh_controller::policy;
+use diy_mesh_controller::object::{Kind, kind};
 use diy_mesh_injector::version::is_below;
 use serde_json::Value;
 
@@ -21,7 +20,7 @@ const REQUIRED: [&str; 3] = ["HTTPRoute", "GRPCRoute", "ReferenceGrant"];
 /// The definitions of the Gateway API are complete and current, or not installed at all.
 pub(super) fn definitions(facts: &Facts) -> Findings<'_> {
     let definitions = facts.definitions.as_ref()?.iter();
-    let definitions = definitions.filter(|one| one["spec"]["group"] != policy::GROUP);
+    let definitions = definitions.filter(|one| one["spec"]["group"] != kind::GROUP);
     let kind = |definition: &Value| definition["spec"]["names"]["kind"].clone();
     let find = |name: &str| definitions.clone().find(|one| kind(one) == name);
     let missing: Vec<&str> = REQUIRED

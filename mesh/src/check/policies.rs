@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use diy_mesh_controller::fields::{LAST_APPLIED, dropped};
-use diy_mesh_controller::policy::{GROUP, VERSION};
-use diy_mesh_controller::routes::{ALLOWS_ALL, FIELDS_DROPPED};
+use diy_mesh_controller::object::condition::{ALLOWS_ALL, FIELDS_DROPPED};
+use diy_mesh_controller::object::fields::{LAST_APPLIED, dropped};
+use diy_mesh_controller::object::kind::{GROUP, VERSION};
 use serde_json::Value;
 
 use super::facts::Facts;

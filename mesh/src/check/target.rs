@@ -2,7 +2,7 @@
 //! this program. Their facts are the facts of `mesh check`, and the answers of the API server about
 //! the new objects.
 
-use diy_mesh_controller::fields::paths;
+use diy_mesh_controller::object::fields::paths;
 use std::collections::BTreeSet;
 
 use diy_mesh_injector::version::numbers;
@@ -11,8 +11,8 @@ use kube::{ResourceExt, api::ListParams};
 use serde_json::{Value, json};
 
 use super::facts::{Fact, Facts};
-use super::policies::{fields, of_same_kind};
-use super::{Finding, Findings, count, or_ok, platform, policies, report, upgrade};
+use super::policies::{self, fields, of_same_kind};
+use super::{Finding, Findings, count, or_ok, platform, report, upgrade};
 use crate::{
     cluster::{Cluster, FORBIDDEN, list},
     identity::status::{Workload, workload_name},

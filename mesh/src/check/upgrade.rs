@@ -5,8 +5,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use diy_mesh_controller::explain;
-use diy_mesh_controller::index::object::Kind;
-use diy_mesh_controller::routes::{PARTIALLY_INVALID, RouteStatus, status};
+use diy_mesh_controller::object::condition::PARTIALLY_INVALID;
+use diy_mesh_controller::object::{Kind, ObjectStatus};
+use diy_mesh_controller::routes::status;
 use diy_mesh_model::json;
 use kube::core::DynamicObject;
 use serde_json::Value;
@@ -52,7 +53,7 @@ pub fn judge(objects: &[Value]) -> Judgement {
 }
 
 /// The errors of an object without conditions.
-fn errors(status: &RouteStatus) -> Vec<String> {
+fn errors(status: &ObjectStatus) -> Vec<String> {
     let kinds = [Kind::TrafficSplit, Kind::TrafficTarget, Kind::Service];
     if !kinds.contains(&status.kind) {
         return Vec::new();
@@ -66,7 +67,7 @@ fn errors(status: &RouteStatus) -> Vec<String> {
         .collect()
 }
 
-fn differences(objects: &[Value], statuses: &[RouteStatus]) -> Vec<String> {
+fn differences(objects: &[Value], statuses: &[ObjectStatus]) -> Vec<String> {
     let name = |object: &Value| {
         let metadata = &object["metadata"];
         [&object["kind"], &metadata["namespace"], &metadata["name"]].map(text)
@@ -80,7 +81,7 @@ fn differences(objects: &[Value], statuses: &[RouteStatus]) -> Vec<String> {
     differences.collect()
 }
 
-fn difference(object: &Value, desired: &RouteStatus) -> Option<String> {
+fn difference(object: &Value, desired: &ObjectStatus) -> Option<String> {
     let before = judgements(&object["status"]);
     let is_current = |one: &Value| one["observedGeneration"] == object["metadata"]["generation"];
     // Others wait for a controller.

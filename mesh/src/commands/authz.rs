@@ -8,7 +8,7 @@ use std::{net::IpAddr, path::PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, Subcommand};
-use diy_mesh_controller::index::object::Key;
+use diy_mesh_controller::object::Key;
 use diy_mesh_proto::mesh::v1::get_authorization_response::Pod;
 use serde_json::{Value, json};
 

@@ -5,7 +5,8 @@ use std::{collections::BTreeSet, fmt::Debug, time::Duration};
 
 use anyhow::{Result, bail};
 use clap::Args;
-use diy_mesh_controller::{catalog::resources, kinds::Kind};
+use diy_mesh_controller::catalog::resources;
+use diy_mesh_controller::object::Kind;
 use diy_mesh_injector::annotations::INJECT;
 use futures::future::join_all;
 use k8s_openapi::NamespaceResourceScope;

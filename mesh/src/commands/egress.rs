@@ -7,7 +7,7 @@ use std::{collections::BTreeSet, path::PathBuf};
 
 use anyhow::Result;
 use clap::Args;
-use diy_mesh_controller::kinds::Kind;
+use diy_mesh_controller::object::Kind;
 use kube::api::ListParams;
 use serde_json::Value;
 

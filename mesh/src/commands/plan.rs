@@ -9,7 +9,8 @@ use std::{
 
 use anyhow::Result;
 use clap::Args;
-use diy_mesh_controller::{explain, kinds::Kind};
+use diy_mesh_controller::explain;
+use diy_mesh_controller::object::Kind;
 use diy_mesh_proto::mesh::v1::get_edges_response::Group;
 use serde_json::Value;
 

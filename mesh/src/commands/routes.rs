@@ -7,8 +7,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use diy_mesh_controller::explain::explain;
-use diy_mesh_controller::index::object::Key;
-use diy_mesh_controller::kinds::Kind;
+use diy_mesh_controller::object::{Key, Kind};
 use diy_mesh_proto::mesh::v1::{GetRoutesResponse as Explanation, get_routes_response::Rule};
 use futures::future::join_all;
 

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Result, ensure};
-use diy_mesh_controller::kinds::Kind;
+use diy_mesh_controller::object::Kind;
 use diy_mesh_proto::mesh::v1::{
     AuthorizationPolicy, authorization_policy::Action, authorization_source,
 };

@@ -27,11 +27,12 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_rustls::TlsConnector;
 
-use super::{MAX_KEY_BYTES, Source};
+use super::MAX_KEY_BYTES;
 use crate::api::{self, API_TIMEOUT};
 use crate::hub::Hub;
 use crate::hub::turns::Turns;
-use crate::index::object::Key;
+use crate::object::Key;
+use crate::object::issuer_keys::Source;
 
 /// Time for a response of an issuer.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(10);

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{Entry, Source};
 use crate::index::authorization::{KeySources, MAX_SOURCES};
+use crate::object::issuer_keys::{Entry, Source};
 
 /// Time between two attempts for a source. Twice as long after each failure in a row.
 const FETCH_INTERVAL: Duration = Duration::from_secs(60);
@@ -157,7 +157,7 @@ impl Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::index::object::Key;
+    use crate::object::Key;
 
     fn url(number: usize) -> Source {
         Source::Url(format!("https://id.example.com/{number}"))

@@ -8,10 +8,10 @@ use proto::authorizer::Protocol;
 use super::each;
 use crate::authorization::server::Server;
 use crate::authorization::spec::{BackendRef, ExternalAuth, GrpcAuth, HttpAuth};
-use crate::fields::one_of;
-use crate::index::object::Key;
-use crate::routes::model::Rejection;
-use crate::routes::parse::{header_name, refuse, unsupported};
+use crate::object::fields::one_of;
+use crate::object::rejection::{refuse, unsupported};
+use crate::object::{Key, Rejection};
+use crate::routes::parse::header_name;
 
 const FIELD: &str = "spec.externalAuth";
 /// In milliseconds.

@@ -6,11 +6,11 @@ use diy_mesh_proto::mesh::v1 as proto;
 use http::Uri;
 
 use super::rejected;
-use crate::authorization::keys::{Entry, Fetched, Source};
+use crate::authorization::keys::Fetched;
 use crate::authorization::spec::{ClaimHeader, Issuer, IssuerKeys};
-use crate::index::object::Key;
-use crate::routes::model::Rejection;
-use crate::routes::parse::{refuse, unsupported};
+use crate::object::issuer_keys::{Entry, Source};
+use crate::object::rejection::{refuse, unsupported};
+use crate::object::{Key, Rejection};
 
 /// An issuer, and its keys in the status, unless the spec has them.
 pub(super) fn issuer(

@@ -6,9 +6,9 @@ use proto::authorized_path::Kind as PathKind;
 
 use super::{each, invalid};
 use crate::authorization::spec::{ClaimMatch, GrpcMatch, HeaderMatch, PathMatch, RequestMatch};
-use crate::fields::one_of;
-use crate::routes::model::Rejection;
-use crate::routes::parse::{refuse, unsupported};
+use crate::object::Rejection;
+use crate::object::fields::one_of;
+use crate::object::rejection::{refuse, unsupported};
 
 /// The maximum number of entries in each list of conditions.
 const MAX_CONDITIONS: usize = 32;

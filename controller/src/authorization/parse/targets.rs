@@ -3,11 +3,9 @@
 use super::{invalid, listed};
 use crate::authorization::Target;
 use crate::authorization::spec::{Selector, TargetRef};
-use crate::fields::read_known;
-use crate::index::object::Key;
-use crate::routes::ParentReference;
-use crate::routes::model::Rejection;
-use crate::routes::parse::{bounded, refuse};
+use crate::object::fields::read_known;
+use crate::object::rejection::{bounded, refuse};
+use crate::object::{Key, Rejection, TargetReference};
 
 const MAX_TARGETS: usize = 16;
 /// The maximum number of labels in a selector, and of values of a label.
@@ -20,17 +18,17 @@ const MAX_SELECTED: usize = 256;
 const MAX_NAME_CHARS: usize = 253;
 
 /// A target in the status. Pods have the selector as the name.
-pub(in crate::authorization) fn reference(target: &Target) -> ParentReference {
+pub(in crate::authorization) fn reference(target: &Target) -> TargetReference {
     let (kind, name) = match target {
         Target::Pods(selector) => ("Pod", selector.to_string()),
         Target::Service(key) => ("Service", key.name.to_string()),
         Target::ServiceAccount(name) => ("ServiceAccount", name.clone()),
     };
-    ParentReference {
+    TargetReference {
         group: Some(String::new()),
         kind: Some(kind.to_owned()),
         name: name.chars().take(MAX_NAME_CHARS).collect(),
-        ..ParentReference::default()
+        ..TargetReference::default()
     }
 }
 

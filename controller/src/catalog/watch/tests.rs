@@ -7,7 +7,7 @@ use super::super::resources::{MAX_OBJECT_BYTES, resources};
 use super::super::testing::{Server, event, failure, list};
 use super::*;
 use crate::index::claims::Subject;
-use crate::index::object::Kind;
+use crate::object::Kind;
 
 /// Requests that hang are abandoned soon; other requests that exceed this are repeated.
 const TIMING: Timing = Timing {

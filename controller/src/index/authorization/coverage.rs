@@ -7,8 +7,9 @@ use diy_mesh_proto::mesh::v1::authorization_policy::Action;
 
 use super::super::Index;
 use super::super::links::Link;
-use super::super::object::{Key, Pod};
+use super::super::object::Pod;
 use crate::authorization::{AuthorizationPolicy, Direction, Mode, Rules, Target};
+use crate::object::Key;
 use crate::routes::programmed::{Coverage, Outcome, shown};
 
 /// The coverage of a policy while the pods are counted.

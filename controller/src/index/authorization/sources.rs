@@ -5,9 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::authorization::AuthorizationPolicy;
-use crate::authorization::keys::Source;
-use crate::index::object::{Key, Kind};
-use crate::routes::attach::RouteId;
+use crate::object::issuer_keys::Source;
+use crate::object::{Key, Kind, ObjectId};
 
 /// Sources of a namespace whose keys are fetched: the first ones, so that all replicas agree.
 pub const MAX_SOURCES: usize = 64;
@@ -78,7 +77,7 @@ impl KeySources {
     }
 
     /// The policies that need the keys of a source.
-    pub fn policies(&self, source: &Source) -> impl Iterator<Item = RouteId> {
+    pub fn policies(&self, source: &Source) -> impl Iterator<Item = ObjectId> {
         let policies = self.0.values().filter_map(|one| one.get(source));
         policies
             .flatten()

@@ -13,7 +13,7 @@ use crate::index::Touched;
 use crate::index::object::{Change, Object, Resource, TargetPort};
 use crate::index::state::{State, TargetKind};
 use crate::index::tests::{key, pod, service};
-use crate::routes::Condition;
+use crate::object::Condition;
 
 /// The namespace of the mesh.
 const MESH: &str = "service-mesh";

@@ -6,10 +6,10 @@ use super::*;
 use crate::index::object::{Change, Object, Slice};
 use crate::index::tests::{Chance, endpoint, index, key, pod, service, slice};
 use crate::index::{Index, Touched};
+use crate::object::Meta;
 use crate::policy::tests::policy;
 use crate::routes::backend::{KINDS, backend};
 use crate::routes::model::Route;
-use crate::routes::parse::Meta;
 use crate::routes::tests::{route, route_of};
 
 /// Whether the status of a route may have changed.

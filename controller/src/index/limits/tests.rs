@@ -4,9 +4,10 @@ use serde_json::json;
 
 use super::*;
 use crate::index::locality::Location;
-use crate::index::object::{Change, ContainerPort, Kind, Node, Object, Resource};
+use crate::index::object::{Change, ContainerPort, Node, Object, Resource};
 use crate::index::state::{TargetKind, Workload};
 use crate::index::tests::{endpoint, index, key, pod, service, slice};
+use crate::object::Kind;
 use crate::policy::tests::{policy, policy_for};
 
 fn apply(index: &mut Index, object: Object) -> Touched {

@@ -227,7 +227,7 @@ fn pod_has_the_routes_of_the_oldest_headless_service_that_selects_it() {
 #[test]
 fn statuses_have_the_generation_of_the_route_and_one_entry_for_each_parent() {
     let mut two = route("r", 0, json!([{}]));
-    two.parents.push(crate::routes::ParentReference {
+    two.parents.push(crate::object::TargetReference {
         name: "gone".to_owned(),
         ..two.parents[0].clone()
     });

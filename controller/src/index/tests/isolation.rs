@@ -5,10 +5,11 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 
 use super::super::locality::Location;
-use super::super::object::{Change, Key, Kind, Object, Resource, Service};
+use super::super::object::{Change, Object, Resource, Service};
 use super::super::state::{State, TargetKind};
 use super::super::{Index, Touched};
 use super::{Chance, index, key};
+use crate::object::{Key, Kind};
 use crate::policy::Target;
 
 const HOSTILE: &str = "other";

@@ -16,10 +16,10 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use crate::fields::{Name, Named};
+use crate::object::fields::{Name, Named};
+use crate::object::kind::{GROUP, VERSION};
 use crate::policy::parse::MAX_MATCHES;
 use crate::policy::spec::TrafficPolicySpec;
-use crate::policy::{GROUP, VERSION};
 
 /// GEP-2257.
 const DURATION: &str = "^([0-9]{1,5}(h|m|s|ms)){1,4}$";

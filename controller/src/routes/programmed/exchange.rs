@@ -9,7 +9,7 @@ use std::ops::Bound;
 use serde::{Deserialize, Serialize};
 
 use super::{Progress, Subject};
-use crate::index::object::{Key, Kind};
+use crate::object::{Key, Kind};
 use crate::policy::Target;
 
 /// The length of a page. A report is an annotation.

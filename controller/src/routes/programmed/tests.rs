@@ -12,11 +12,12 @@ use tokio::time::{advance, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::*;
-use crate::authenticate::PodRef;
 use crate::hub::{Hub, Lacking, Rejection, Resources};
 use crate::index::object::{Change, Object, Pod, Resource, Service};
 use crate::index::tests::{endpoint, pod, service, slice};
 use crate::metrics::Metrics;
+use crate::object::condition::APPLIES_TO_ALL_PODS;
+use crate::object::{PodRef, TargetReference};
 use crate::policy::Side;
 use crate::policy::tests::{policy, policy_for};
 use crate::routes::lease::{Election, Timing};
@@ -24,7 +25,6 @@ use crate::routes::statuses::Statuses as _;
 use crate::routes::testing::{ApiServer, KIND, accepted, service as parent, status};
 use crate::routes::tests::{route, route_of};
 use crate::routes::writer::{self, Writer};
-use crate::routes::{APPLIES_TO_ALL_PODS, ParentReference};
 
 /// Whether a proxy is of an earlier release.
 const OLD: bool = true;
@@ -32,7 +32,7 @@ const CURRENT: bool = false;
 const WEB: &str = "10.96.0.7:80";
 const OTHER: &str = "10.96.0.8:80";
 
-fn route_statuses(hub: &Hub) -> Vec<RouteStatus> {
+fn route_statuses(hub: &Hub) -> Vec<ObjectStatus> {
     let all = hub.with_status().into_iter();
     all.filter_map(|id| hub.get(&id).unwrap()).collect()
 }
@@ -102,7 +102,7 @@ fn connections() -> Value {
 fn all_conditions(hub: &Hub) -> Vec<(String, Condition)> {
     let statuses = route_statuses(hub).into_iter();
     let conditions = statuses.flat_map(|status| {
-        let of_parent = |parent: crate::routes::ParentStatus| {
+        let of_parent = |parent: crate::object::TargetStatus| {
             let name = parent.parent.name.clone();
             let conditions = parent.conditions.into_iter();
             conditions.map(move |one| (name.clone(), one))
@@ -153,7 +153,7 @@ fn rejection(reason: &str, part: Option<Side>) -> Rejection {
 async fn routes_that_an_old_proxy_does_not_apply_say_so() {
     let hub = catalog();
     let mut both = route("both", 0, to_web());
-    both.parents.push(ParentReference::service("other"));
+    both.parents.push(TargetReference::service("other"));
     apply(
         &hub,
         [
@@ -334,7 +334,7 @@ async fn routes_of_headless_services_say_so_beside_other_conditions() {
     let endpoints = endpoints.map(|(name, address)| endpoint(address, name));
     let of_younger = slice("younger", "younger", 8080, endpoints.collect());
     let mut second = route("s", 0, json!([{}]));
-    second.parents = vec![ParentReference::service("younger")];
+    second.parents = vec![TargetReference::service("younger")];
     apply(
         &hub,
         [
@@ -724,7 +724,7 @@ async fn hostile_proxies_cause_a_write_each_ten_seconds_at_most() {
         for stream in &streams {
             answer(stream, Some(&reason).filter(|_| rng.bool()));
             let absent = Resource::Backend(Key::new("shop", "absent"), 1);
-            let version = crate::index::version::of("x", &rng.u64(..));
+            let version = crate::object::version::of("x", &rng.u64(..));
             stream.acknowledge(&absent, version, Some(reason.clone()));
         }
         while streams.len() > 15 || (rng.bool() && !streams.is_empty()) {

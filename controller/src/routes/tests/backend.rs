@@ -3,8 +3,8 @@
 use diy_mesh_proto::mesh::v1::{ExternalBackend, ExternalTls};
 
 use super::*;
+use crate::object::Rejection;
 use crate::routes::backend::{Backend, KINDS, backend, is_backend};
-use crate::routes::model::Rejection;
 
 fn parsed(kind: Kind, change: Value) -> Backend {
     let mut spec = json!({

@@ -5,7 +5,7 @@ use diy_mesh_proto::mesh::v1::authorization_policy::Action;
 use diy_mesh_proto::mesh::v1::{AuthorizationPolicy, Authorizer, authorizer::Protocol, path_match};
 
 use super::*;
-use crate::routes::model::Rejection;
+use crate::object::Rejection;
 
 /// The filter with these fields besides the protocol GRPC and the server `auth`.
 fn filter(more: Value) -> Value {
@@ -448,11 +448,11 @@ fn server_that_is_no_valid_reference_allows_nothing_and_is_reported() {
     for (reference, reason) in [
         (
             json!({"name": "auth", "port": 9000}),
-            super::super::BACKEND_NOT_FOUND,
+            crate::object::condition::BACKEND_NOT_FOUND,
         ),
         (
             json!({"name": "auth", "namespace": "x", "port": 9000}),
-            super::super::REF_NOT_PERMITTED,
+            crate::object::condition::REF_NOT_PERMITTED,
         ),
     ] {
         let auth = filter(json!({"backendRef": reference}));

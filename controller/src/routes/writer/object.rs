@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 
-use crate::index::object::Kind;
+use crate::object::Kind;
 
 /// The compared fields: the references and the status. The rest of the spec is skipped.
 #[derive(Deserialize)]

@@ -6,20 +6,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::BuildHasher;
 
 use super::schedule::Schedule;
-use crate::routes::RouteStatus;
-use crate::routes::attach::RouteId;
-use crate::routes::statuses::Withheld;
+use crate::object::{ObjectId, ObjectStatus, Withheld};
 
 /// The statuses in the cluster, and the routes to write.
 #[derive(Default)]
 pub(super) struct Progress {
     /// As digests: the conditions of a route may be much larger than the route.
-    written: BTreeMap<RouteId, u64>,
+    written: BTreeMap<ObjectId, u64>,
     digests: RandomState,
     /// Routes whose status may differ from the one in the cluster.
-    pending: BTreeSet<RouteId>,
+    pending: BTreeSet<ObjectId>,
     /// Routes that the mesh does not know, and whose entries remain.
-    removed: BTreeSet<RouteId>,
+    removed: BTreeSet<ObjectId>,
     pub(super) schedule: Schedule,
 }
 
@@ -27,8 +25,8 @@ impl Progress {
     /// The status of a route may have changed. One that is withheld changes again.
     pub(super) fn changed(
         &mut self,
-        route: RouteId,
-        status: Result<Option<RouteStatus>, Withheld>,
+        route: ObjectId,
+        status: Result<Option<ObjectStatus>, Withheld>,
     ) {
         match status {
             Ok(status) if !self.is_written(&route, status.as_ref()) => {
@@ -39,7 +37,7 @@ impl Progress {
     }
 
     /// The next routes to write, except failed ones that wait.
-    pub(super) fn next_batch(&mut self) -> Vec<RouteId> {
+    pub(super) fn next_batch(&mut self) -> Vec<ObjectId> {
         self.schedule.next_batch(&self.pending.iter().collect())
     }
 
@@ -49,7 +47,7 @@ impl Progress {
     }
 
     /// Whether the cluster has this status of a route.
-    fn is_written(&self, route: &RouteId, status: Option<&RouteStatus>) -> bool {
+    fn is_written(&self, route: &ObjectId, status: Option<&ObjectStatus>) -> bool {
         let written = self.written.get(route);
         match status {
             Some(status) => written == Some(&self.digests.hash_one(status)),
@@ -58,7 +56,7 @@ impl Progress {
     }
 
     /// The cluster has this status of a route.
-    pub(super) fn succeeded(&mut self, route: RouteId, status: Option<&RouteStatus>) {
+    pub(super) fn succeeded(&mut self, route: ObjectId, status: Option<&ObjectStatus>) {
         self.schedule.succeeded(&route);
         self.removed.remove(&route);
         self.pending.remove(&route);
@@ -69,7 +67,7 @@ impl Progress {
     }
 
     /// The cluster has another status of a route than this one.
-    pub(super) fn differs(&mut self, route: RouteId, status: Option<&RouteStatus>) {
+    pub(super) fn differs(&mut self, route: ObjectId, status: Option<&ObjectStatus>) {
         self.written.remove(&route);
         if status.is_none() {
             self.removed.insert(route.clone());

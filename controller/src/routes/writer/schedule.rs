@@ -13,8 +13,7 @@ use tokio::time::Instant;
 
 use super::{Error, MAX_RETRY_INTERVAL, MIN_RETRY_INTERVAL};
 use crate::api::ApiError;
-use crate::index::object::Kind;
-use crate::routes::attach::RouteId;
+use crate::object::{Kind, ObjectId};
 
 /// Objects that are written before their states are read again.
 const MAX_BATCH: usize = 50;
@@ -22,7 +21,7 @@ const MAX_BATCH: usize = 50;
 /// The turns of namespaces and objects, and the objects that wait.
 #[derive(Default)]
 pub(super) struct Schedule {
-    failed: BTreeMap<RouteId, (Instant, Backoff)>,
+    failed: BTreeMap<ObjectId, (Instant, Backoff)>,
     /// Namespaces whose latest write has timed out.
     slow: BTreeMap<Arc<str>, (Instant, Backoff)>,
     /// Kinds whose latest write was not permitted.
@@ -36,12 +35,12 @@ pub(super) struct Schedule {
 struct Turns {
     namespace: Arc<str>,
     /// The last object of each namespace with objects to write.
-    objects: BTreeMap<Arc<str>, RouteId>,
+    objects: BTreeMap<Arc<str>, ObjectId>,
 }
 
 impl Schedule {
     /// The next ones of all objects that are to be written, except failed ones that wait.
-    pub(super) fn next_batch(&mut self, all: &BTreeSet<&RouteId>) -> Vec<RouteId> {
+    pub(super) fn next_batch(&mut self, all: &BTreeSet<&ObjectId>) -> Vec<ObjectId> {
         let namespaces: BTreeSet<_> = all.iter().map(|object| &object.1.namespace).collect();
         self.failed.retain(|object, _| all.contains(object));
         self.slow
@@ -71,7 +70,7 @@ impl Schedule {
     }
 
     /// The cluster has the state of an object.
-    pub(super) fn succeeded(&mut self, object: &RouteId) {
+    pub(super) fn succeeded(&mut self, object: &ObjectId) {
         self.failed.remove(object);
         self.slow.remove(&object.1.namespace);
         self.forbidden.remove(&object.0);
@@ -79,7 +78,7 @@ impl Schedule {
 
     /// A write of an object has failed. Returns the time until the next attempt, and whether to log
     /// the error: without the permission, each object of the kind fails alike.
-    pub(super) fn fail(&mut self, object: &RouteId, error: &Error) -> (Duration, bool) {
+    pub(super) fn fail(&mut self, object: &ObjectId, error: &Error) -> (Duration, bool) {
         if matches!(error, Error::Api(ApiError::Timeout)) {
             delay(&mut self.slow, &object.1.namespace);
         }
@@ -100,8 +99,8 @@ fn delay<K: Clone + Ord>(failed: &mut BTreeMap<K, (Instant, Backoff)>, key: &K) 
 
 impl Turns {
     /// Takes up to `max` of the objects: one of each namespace, then the second ones.
-    fn take<'a>(&mut self, due: impl Iterator<Item = &'a RouteId>, max: usize) -> Vec<RouteId> {
-        let mut namespaces: BTreeMap<&Arc<str>, BTreeSet<&RouteId>> = BTreeMap::new();
+    fn take<'a>(&mut self, due: impl Iterator<Item = &'a ObjectId>, max: usize) -> Vec<ObjectId> {
+        let mut namespaces: BTreeMap<&Arc<str>, BTreeSet<&ObjectId>> = BTreeMap::new();
         for route in due {
             let of_namespace = namespaces.entry(&route.1.namespace).or_default();
             of_namespace.insert(route);
@@ -109,7 +108,7 @@ impl Turns {
         self.objects
             .retain(|namespace, _| namespaces.contains_key(namespace));
         let queues = namespaces.into_iter().map(|(namespace, routes)| {
-            let mut queue: VecDeque<&RouteId> = routes.into_iter().collect();
+            let mut queue: VecDeque<&ObjectId> = routes.into_iter().collect();
             let last = self.objects.get(namespace);
             queue.rotate_left(queue.partition_point(|route| Some(*route) <= last));
             (namespace, queue)
@@ -138,7 +137,7 @@ impl Turns {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::index::object::Key;
+    use crate::object::Key;
     use crate::routes::testing::KIND;
 
     /// Takes routes, each as `NAMESPACE/NAME`.
@@ -147,7 +146,7 @@ mod tests {
             let (namespace, name) = text.split_once('/').unwrap();
             (KIND, Key::new(namespace, name))
         };
-        let due: Vec<RouteId> = due.iter().map(route).collect();
+        let due: Vec<ObjectId> = due.iter().map(route).collect();
         let taken = turns.take(due.iter(), max);
         taken.iter().map(|route| route.1.to_string()).collect()
     }

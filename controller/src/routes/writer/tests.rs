@@ -13,11 +13,12 @@ use super::*;
 use crate::catalog::{parse, resource};
 use crate::hub::Hub;
 use crate::index::object::Change;
+use crate::object::Condition;
+use crate::object::condition::APPLIES_TO_ALL_PODS;
+use crate::object::status::CONTROLLER_NAME;
 use crate::publish_statuses;
 use crate::routes::lease::Timing;
-use crate::routes::status::CONTROLLER_NAME;
 use crate::routes::testing::{ApiServer, KIND, accepted, service, status, subscriber};
-use crate::routes::{APPLIES_TO_ALL_PODS, Condition};
 use diy_mesh_testkit::output::Output;
 
 const TIMEOUT: Duration = Duration::from_secs(3600);
@@ -34,19 +35,19 @@ struct Fixture {
 /// Statuses in memory.
 #[derive(Clone)]
 struct Source {
-    current: Arc<Shared<Vec<RouteStatus>>>,
-    changed: watch::Sender<BTreeSet<RouteId>>,
+    current: Arc<Shared<Vec<ObjectStatus>>>,
+    changed: watch::Sender<BTreeSet<ObjectId>>,
 }
 
 impl Source {
-    fn new(statuses: Vec<RouteStatus>) -> Source {
+    fn new(statuses: Vec<ObjectStatus>) -> Source {
         Source {
             current: Arc::new(Shared::new(statuses)),
             changed: watch::Sender::default(),
         }
     }
 
-    fn set(&self, statuses: Vec<RouteStatus>) {
+    fn set(&self, statuses: Vec<ObjectStatus>) {
         let before = self.with_status();
         *self.current.lock().unwrap() = statuses;
         self.changed
@@ -55,7 +56,7 @@ impl Source {
 }
 
 impl Statuses for Source {
-    fn with_status(&self) -> BTreeSet<RouteId> {
+    fn with_status(&self) -> BTreeSet<ObjectId> {
         let current = self.current.lock().unwrap();
         current
             .iter()
@@ -63,14 +64,14 @@ impl Statuses for Source {
             .collect()
     }
 
-    fn get(&self, (kind, key): &RouteId) -> Result<Option<RouteStatus>, Withheld> {
+    fn get(&self, (kind, key): &ObjectId) -> Result<Option<ObjectStatus>, Withheld> {
         let current = self.current.lock().unwrap();
         let mut current = current.iter();
         let found = current.find(|one| (one.kind, &one.key) == (*kind, key));
         Ok(found.cloned())
     }
 
-    fn changed(&self) -> &watch::Sender<BTreeSet<RouteId>> {
+    fn changed(&self) -> &watch::Sender<BTreeSet<ObjectId>> {
         &self.changed
     }
 }
@@ -82,11 +83,11 @@ impl Drop for Fixture {
 }
 
 impl Fixture {
-    fn start(server: ApiServer, statuses: Vec<RouteStatus>) -> Fixture {
+    fn start(server: ApiServer, statuses: Vec<ObjectStatus>) -> Fixture {
         Fixture::of_kinds(&[KIND], server, statuses)
     }
 
-    fn of_kinds(kinds: &[Kind], server: ApiServer, statuses: Vec<RouteStatus>) -> Fixture {
+    fn of_kinds(kinds: &[Kind], server: ApiServer, statuses: Vec<ObjectStatus>) -> Fixture {
         let statuses = Source::new(statuses);
         let metrics = Arc::new(Metrics::new(|_| Ok(())));
         let (events, queue) = Events::new();
@@ -101,7 +102,7 @@ impl Fixture {
         }
     }
 
-    fn set(&self, statuses: Vec<RouteStatus>) {
+    fn set(&self, statuses: Vec<ObjectStatus>) {
         self.statuses.set(statuses);
     }
 
@@ -171,7 +172,7 @@ fn route(name: &str) -> Value {
     })
 }
 
-fn desired(generation: i64, holds: bool) -> RouteStatus {
+fn desired(generation: i64, holds: bool) -> ObjectStatus {
     status(
         generation,
         vec![service("web", None, vec![accepted(holds)])],
@@ -470,8 +471,8 @@ async fn missing_permission_for_a_kind_is_one_line_of_the_log_until_writes_succe
         .iter()
         .for_each(|name| server.put(&path(name), route(name)));
     set_permitted(false);
-    let all = |generation| -> Vec<RouteStatus> {
-        let named = names.iter().map(|name| RouteStatus {
+    let all = |generation| -> Vec<ObjectStatus> {
+        let named = names.iter().map(|name| ObjectStatus {
             key: Key::new("shop", name),
             ..desired(generation, true)
         });
@@ -522,8 +523,8 @@ async fn namespace_with_many_routes_does_not_delay_others() {
         object["metadata"]["namespace"] = json!("big");
         server.put(&path(name).replace("/shop/", "/big/"), object);
     }
-    let all = |generation| -> Vec<RouteStatus> {
-        let of_big = names.iter().map(|name| RouteStatus {
+    let all = |generation| -> Vec<ObjectStatus> {
+        let of_big = names.iter().map(|name| ObjectStatus {
             key: Key::new("big", name),
             ..desired(generation, true)
         });
@@ -565,8 +566,8 @@ async fn namespace_whose_writes_time_out_does_not_delay_others() {
         object["metadata"]["namespace"] = json!("big");
         server.put(&path(name).replace("/shop/", "/big/"), object);
     }
-    let all = |generation| -> Vec<RouteStatus> {
-        let of_big = names.iter().map(|name| RouteStatus {
+    let all = |generation| -> Vec<ObjectStatus> {
+        let of_big = names.iter().map(|name| ObjectStatus {
             key: Key::new("big", name),
             ..desired(1, true)
         });

@@ -8,15 +8,14 @@ use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
 use super::*;
-use crate::authenticate::PodRef;
 use crate::authorization::keys;
 use crate::authorization::tests::policy_with;
 use crate::grpc::message;
 use crate::index::dependencies::CONFIGURATION;
-use crate::index::object::{Change, Kind, Object, Resource};
+use crate::index::object::{Change, Object, Resource};
 use crate::index::state::TargetKind;
 use crate::index::tests::pod;
-use crate::routes::attach::RouteId;
+use crate::object::{Kind, ObjectId, PodRef};
 use crate::routes::statuses::Statuses as _;
 
 /// The key of RFC 7515, appendix A.3.
@@ -215,7 +214,7 @@ fn policy(url: &str, status: &Value) -> Object {
     Object::Authorization(policy)
 }
 
-fn policy_id() -> RouteId {
+fn policy_id() -> ObjectId {
     (Kind::Authorization, Key::new("shop", "p"))
 }
 

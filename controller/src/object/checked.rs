@@ -5,12 +5,8 @@
 
 use std::sync::Arc;
 
-use crate::index::object::{Key, Kind};
-use crate::routes::model::Rejection;
-use crate::routes::parse::Meta;
-use crate::routes::{
-    Condition, PARTIALLY_INVALID, ParentReference, ParentStatus, RouteStatus, UNSUPPORTED_VALUE,
-};
+use super::condition::{PARTIALLY_INVALID, UNSUPPORTED_VALUE};
+use super::{Condition, Key, Kind, Meta, ObjectStatus, Rejection, TargetReference, TargetStatus};
 
 /// A route, a split, a policy, or the annotations of a canary.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,7 +22,7 @@ pub struct Checked<T> {
     /// The creation time in seconds since 1970, or 0.
     pub created: i64,
     /// The parents or targets.
-    pub parents: Vec<ParentReference>,
+    pub parents: Vec<TargetReference>,
     /// The content that applies, or the reason why none applies.
     pub content: Result<T, Rejection>,
     /// The invalid part of an object whose content applies.
@@ -41,7 +37,7 @@ pub struct Checked<T> {
 
 impl<T> Checked<T> {
     /// The object with this content.
-    pub fn new(meta: Meta, parents: Vec<ParentReference>, content: Result<T, Rejection>) -> Self {
+    pub fn new(meta: Meta, parents: Vec<TargetReference>, content: Result<T, Rejection>) -> Self {
         Checked {
             kind: meta.kind,
             key: meta.key,
@@ -76,10 +72,10 @@ impl<T> Checked<T> {
     }
 
     /// The status of the object.
-    pub fn status(&self, parents: Vec<ParentStatus>) -> RouteStatus {
-        RouteStatus {
+    pub fn status(&self, parents: Vec<TargetStatus>) -> ObjectStatus {
+        ObjectStatus {
             uid: self.uid.clone(),
-            ..RouteStatus::new(self.kind, self.key.clone(), self.generation, parents)
+            ..ObjectStatus::new(self.kind, self.key.clone(), self.generation, parents)
         }
     }
 

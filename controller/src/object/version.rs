@@ -32,26 +32,26 @@ impl fmt::Debug for Version {
 
 /// Computes a version from fields with their lengths, so that different fields result in different
 /// input.
-pub(super) struct Digest(Context);
+pub(crate) struct Digest(Context);
 
 impl Digest {
     /// `what` distinguishes the digests of different types.
-    pub(super) fn new(what: &str) -> Digest {
+    pub(crate) fn new(what: &str) -> Digest {
         let mut digest = Digest(Context::new(&SHA256));
         digest.text(what);
         digest
     }
 
-    pub(super) fn text(&mut self, text: &str) {
+    pub(crate) fn text(&mut self, text: &str) {
         self.number(text.len() as u64);
         self.0.update(text.as_bytes());
     }
 
-    pub(super) fn number(&mut self, number: u64) {
+    pub(crate) fn number(&mut self, number: u64) {
         self.0.update(&number.to_be_bytes());
     }
 
-    pub(super) fn address(&mut self, ip: std::net::IpAddr) {
+    pub(crate) fn address(&mut self, ip: std::net::IpAddr) {
         match ip {
             std::net::IpAddr::V4(ip) => {
                 self.0.update(&[4]);
@@ -64,7 +64,7 @@ impl Digest {
         }
     }
 
-    pub(super) fn finish(self) -> Version {
+    pub(crate) fn finish(self) -> Version {
         let full = self.0.finish();
         let (half, _) = full
             .as_ref()

@@ -11,9 +11,9 @@ use serde_ignored::Path;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-use crate::routes::UNSUPPORTED_VALUE;
-use crate::routes::model::Rejection;
-use crate::routes::parse::{not, shortened, unsupported};
+use super::Rejection;
+use super::condition::UNSUPPORTED_VALUE;
+use super::rejection::{not, shortened, unsupported};
 
 /// The annotation in which `kubectl apply` keeps the object that it has sent.
 pub const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";

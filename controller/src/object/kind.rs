@@ -6,8 +6,6 @@ use std::fmt;
 use Report::{Events, Silent, Status};
 use serde::{Deserialize, Serialize};
 
-use crate::policy;
-
 /// The properties of a kind.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
@@ -81,6 +79,10 @@ macro_rules! kinds {
     };
 }
 
+/// The API group of the policies of the mesh.
+pub const GROUP: &str = "diy-service-mesh.dev";
+/// Its version.
+pub const VERSION: &str = "v1alpha1";
 /// The API group of routes.
 pub const GATEWAY: &str = "gateway.networking.k8s.io";
 const EXPERIMENTAL: &str = "gateway.networking.x-k8s.io";
@@ -109,7 +111,7 @@ kinds! {
     /// An XBackend.
     Backend: "XBackend", EXPERIMENTAL, "xbackends", ["v1alpha1"], Custom, Status, [];
     /// A TrafficPolicy.
-    TrafficPolicy: "TrafficPolicy", policy::GROUP, "trafficpolicies", [policy::VERSION],
+    TrafficPolicy: "TrafficPolicy", GROUP, "trafficpolicies", [VERSION],
         Custom, Status, [];
     /// A TrafficSplit of SMI. Its earlier version v1alpha2 has no matches.
     TrafficSplit: "TrafficSplit", SPLIT, "trafficsplits", ["v1alpha4", "v1alpha3", "v1alpha2"],
@@ -117,8 +119,8 @@ kinds! {
     /// An HTTPRouteGroup of SMI.
     RouteGroup: "HTTPRouteGroup", SPECS, "httproutegroups", ["v1alpha4"], Custom, Silent, [];
     /// An AuthorizationPolicy.
-    Authorization: "AuthorizationPolicy", policy::GROUP, "authorizationpolicies",
-        [policy::VERSION], Custom, Status, [];
+    Authorization: "AuthorizationPolicy", GROUP, "authorizationpolicies",
+        [VERSION], Custom, Status, [];
     /// A TrafficTarget of SMI.
     TrafficTarget: "TrafficTarget", ACCESS, "traffictargets", ["v1alpha3"], Custom, Events, [];
     /// A TCPRoute of SMI.
