@@ -17,12 +17,12 @@ use serde_json::Value;
 
 use crate::catalog;
 use crate::index::object::Change;
+use crate::index::outcome::shown;
 use crate::index::{Index, Touched};
 use crate::object::{Key, Kind, ObjectId, ObjectStatus, TargetReference};
 use crate::routes::attach::Table;
 use crate::routes::filters::is_redirect;
 use crate::routes::model::{Match, Rule};
-use crate::routes::programmed::shown;
 
 /// The statuses of the routes and policies among these objects.
 pub fn statuses(objects: &[Value]) -> Vec<ObjectStatus> {

@@ -16,7 +16,6 @@ pub mod authorization;
 pub mod catalog;
 pub mod config;
 pub mod edges;
-pub mod events;
 pub mod explain;
 pub mod file;
 pub mod grpc;
@@ -27,8 +26,10 @@ pub mod object;
 pub mod policy;
 pub mod proxies;
 pub mod quota;
+pub mod replicas;
 pub mod routes;
 pub mod serving;
+pub mod status;
 
 use std::fmt;
 use std::io;
@@ -47,8 +48,6 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use crate::object::Kind;
-use crate::object::kind::Report;
 use authenticate::{Authenticator, Jwks, Verifier};
 use authority::{AuthorityHandle, TrustReceiver};
 use authorization::keys::fetch::{Allowed, Fetcher};
@@ -59,12 +58,14 @@ use edges::Edges;
 use hub::Hub;
 use index::object::Event;
 use metrics::Metrics;
+use object::Kind;
+use object::kind::Report;
 use proxies::Proxies;
 use quota::Quotas;
-use routes::lease::{self, Election};
-use routes::report;
-use routes::writer::{self, Writer};
 use serving::{Names, Serving};
+use status::lease::Election;
+use status::writer::Writer;
+use status::{lease, report, writer};
 
 /// The service account, in the namespace of the controller, whose tokens may list all pods where no
 /// Kubernetes API reviews their access.
@@ -256,7 +257,8 @@ impl Controller {
                 let (published, status) = (authority.watch_published(), authority.watch_status());
                 let namespace = &config.pod_namespace;
                 let clock = authority.clock().clone();
-                events::observe(published, status, namespace, clock, events.clone()).await;
+                authority::events::observe(published, status, namespace, clock, events.clone())
+                    .await;
             }
         };
         let store_edges = async {
@@ -454,7 +456,7 @@ async fn watch_catalog(
     match &config.catalog {
         config::Storage::Kubernetes => {
             let client = client.clone().expect(CLIENT);
-            let report = |kind: &_| events::kind_unreadable(events, namespace, kind);
+            let report = |kind: &_| status::events::kind_unreadable(events, namespace, kind);
             let claims = hub.claims();
             catalog::kubernetes::run(client, config, clock, freshness, sender, claims, report).await
         }

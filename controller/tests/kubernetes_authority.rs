@@ -15,8 +15,9 @@ use std::time::{Duration, SystemTime};
 use diy_mesh_control_plane::events::{Events, publish};
 use diy_mesh_controller::authenticate::Caller;
 use diy_mesh_controller::authority::state::Phase;
-use diy_mesh_controller::authority::{self, AuthorityHandle, Options, Roots, Storage, self_signed};
-use diy_mesh_controller::events;
+use diy_mesh_controller::authority::{
+    self, AuthorityHandle, Options, Roots, Storage, events, self_signed,
+};
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Object, Pod};
 use diy_mesh_controller::object::{Key, Kind, PodRef};

@@ -5,9 +5,9 @@
 //! `reconcile` connects these, [`publish`] distributes the roots to pods, [`status`] reports.
 
 pub mod ca;
+pub mod events;
 pub mod publish;
 mod reconcile;
-pub mod reports;
 pub mod rotation;
 pub mod state;
 pub mod status;

@@ -3,8 +3,8 @@
 //! agree.
 //!
 //! Level-triggered: each event causes a complete reconciliation. [`super::state`],
-//! [`super::rotation`] and [`super::reports`] decide; this module connects them to the store, the
-//! clock and the proxies. While the store is unavailable, the loaded state stays in use.
+//! [`super::rotation`] and [`crate::replicas::reports`] decide; this module connects them to the
+//! store, the clock and the proxies. While the store is unavailable, the loaded state stays in use.
 
 use std::collections::BTreeMap;
 use std::mem::{discriminant, replace};
@@ -23,9 +23,6 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use super::publish::PublishStatus;
-use super::reports::{
-    Agreement, BoundedNames, END, Liveness, Observation, Pods, Report, bounded, pod_digest,
-};
 use super::rotation::{RotationPolicy, Step};
 use super::state::{CaState, Phase, fields_digest, seconds};
 use super::status::StatusSender;
@@ -34,7 +31,10 @@ use super::{Roots, Trust, TrustSender};
 use crate::hub::Hub;
 use crate::object::Kind;
 use crate::proxies::Proxies;
-use crate::routes::programmed::exchange::Page;
+use crate::replicas::exchange::Page;
+use crate::replicas::reports::{
+    Agreement, BoundedNames, END, Liveness, Observation, Pods, Report, bounded, pod_digest,
+};
 
 /// Interval of reports during a rotation.
 const ROTATION_REPORT_INTERVAL: Duration = Duration::from_secs(2);

@@ -326,7 +326,7 @@ mod tests {
     use super::*;
     use crate::authority::{Roots, self_signed};
     use crate::issuer::Issuer;
-    use crate::routes::testing::subscriber;
+    use crate::status::testing::subscriber;
     use diy_mesh_testkit::output::Output;
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {

@@ -18,10 +18,10 @@ use tonic::{Code, Status};
 use super::Context;
 use crate::authenticate::Caller;
 use crate::authority::state::seconds;
-use crate::events;
 use crate::index::Index;
 use crate::issuer::{Request, SignError};
 use crate::object::{Key, Kind, PodRef};
+use crate::status::events;
 
 /// More requests wait.
 const MAX_CONCURRENT_REQUESTS: usize = 256;

@@ -503,7 +503,7 @@ mod tests {
     use crate::index::tests::Chance;
     use crate::object::{Key, Kind};
     use crate::quota::Quotas;
-    use crate::routes::statuses::Statuses as _;
+    use crate::status::statuses::Statuses as _;
 
     /// The state of a destination in a proxy.
     #[derive(Debug, Default, PartialEq)]

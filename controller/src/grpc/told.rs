@@ -12,11 +12,11 @@ use tokio::time::{Instant, sleep_until};
 use super::Context;
 use super::subscriptions::printable;
 use crate::authority::state::seconds;
-use crate::events;
 use crate::issuer::BACKDATED;
 use crate::metrics::Metrics;
 use crate::proxies::ConnectedGuard;
 use crate::quota::Lines;
+use crate::status::events;
 
 /// A stream ends before.
 const MAX_EXPIRY: Duration = Duration::from_secs(86_400);
@@ -127,7 +127,7 @@ mod tests {
     use crate::authenticate::Caller;
     use crate::object::PodRef;
     use crate::proxies::Proxies;
-    use crate::routes::testing::subscriber;
+    use crate::status::testing::subscriber;
     use diy_mesh_testkit::output::Output;
 
     const NOW: u64 = 1_800_000_000;

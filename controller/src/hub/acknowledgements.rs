@@ -16,12 +16,13 @@ use super::{Hub, Lacking, Resources};
 use crate::authorization::smi;
 use crate::index::authorization::Covering;
 use crate::index::object::Resource;
+use crate::index::outcome::{Coverage, Outcome, Progress, Subject};
 use crate::index::state::{State, TargetKind};
 use crate::object::version::Version;
 use crate::object::{Key, Kind, PodRef};
 use crate::policy::{Side, Target};
 use crate::routes::attach::Table;
-use crate::routes::programmed::{Coverage, Outcome, Progress, REVIEW_INTERVAL, Subject};
+use crate::status::programmed::REVIEW_INTERVAL;
 
 /// The time between two reviews is this multiple of the time that a review takes, at least.
 const PAUSE: u32 = 20;

@@ -76,7 +76,7 @@ mod tests {
     use crate::index::object::{Change, Object, Pod};
     use crate::index::tests::pod;
     use crate::object::{Key, Kind};
-    use crate::routes::statuses::Statuses;
+    use crate::status::statuses::Statuses;
 
     /// A policy for all pods of a namespace, with an issuer whose keys are there.
     fn issuing(namespace: &str, issuer: &str, keys: Value) -> Change {

@@ -14,6 +14,7 @@ pub(crate) mod limits;
 mod links;
 pub mod locality;
 pub mod object;
+pub mod outcome;
 mod policies;
 pub mod position;
 mod resolve;

@@ -6,7 +6,7 @@ use crate::object::status::CONTROLLER_NAME;
 use crate::object::{Condition, Key, Kind, Meta, ObjectStatus, TargetReference, TargetStatus};
 
 /// The features that docs/gateway-api.md lists as supported, in alphabetical order.
-pub(super) const FEATURES: &[&str] = &[
+pub(crate) const FEATURES: &[&str] = &[
     "GRPCRoute",
     "GRPCRouteNamedRouteRule",
     "HTTPRoute",

@@ -8,21 +8,13 @@ pub mod backend;
 pub mod canary;
 pub(crate) mod external;
 pub(crate) mod filters;
-pub mod lease;
 pub(crate) mod matches;
 pub mod mesh;
 pub mod model;
 pub mod parse;
-pub mod programmed;
-pub mod report;
 pub mod smi;
 #[allow(missing_docs)]
 pub mod spec;
-pub mod status;
-pub mod statuses;
-#[cfg(test)]
-pub(crate) mod testing;
-pub mod writer;
 
 /// The reasons of conditions that do not hold, as the specification names them.
 const UNSUPPORTED_PROTOCOL: &str = "UnsupportedProtocol";

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use diy_mesh_controller::explain;
 use diy_mesh_controller::object::condition::PARTIALLY_INVALID;
 use diy_mesh_controller::object::{Kind, ObjectStatus};
-use diy_mesh_controller::routes::status;
+use diy_mesh_controller::status::merge::merge;
 use diy_mesh_model::json;
 use kube::core::DynamicObject;
 use serde_json::Value;
@@ -89,7 +89,7 @@ fn difference(object: &Value, desired: &ObjectStatus) -> Option<String> {
         return None;
     }
     let typed: DynamicObject = json::read(object).ok()?;
-    let after = status::merge(desired.kind, &typed, Some(desired), "")?;
+    let after = merge(desired.kind, &typed, Some(desired), "")?;
     let (before, after) = (described(&before), described(&judgements(&after)));
     let new: Vec<&str> = after.difference(&before).map(|one| &**one).collect();
     let old: Vec<&str> = before.difference(&after).map(|one| &**one).collect();

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use diy_mesh_control_plane::clock::judge;
 
-use super::super::reports::{self, BoundedNames, Pods, Report};
 use super::super::testing::{TestCa, YEAR, operator_ca, secret, start};
 use super::*;
+use crate::replicas::reports::{self, BoundedNames, Pods, Report};
 
 const DAY: Duration = Duration::from_secs(86_400);
 

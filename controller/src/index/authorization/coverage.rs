@@ -9,8 +9,8 @@ use super::super::Index;
 use super::super::links::Link;
 use super::super::object::Pod;
 use crate::authorization::{AuthorizationPolicy, Direction, Mode, Rules, Target};
+use crate::index::outcome::{Coverage, Outcome, shown};
 use crate::object::Key;
-use crate::routes::programmed::{Coverage, Outcome, shown};
 
 /// The coverage of a policy while the pods are counted.
 #[derive(Debug, Default)]

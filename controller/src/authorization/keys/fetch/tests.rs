@@ -16,7 +16,7 @@ use crate::index::object::{Change, Object, Resource};
 use crate::index::state::TargetKind;
 use crate::index::tests::pod;
 use crate::object::{Kind, ObjectId, PodRef};
-use crate::routes::statuses::Statuses as _;
+use crate::status::statuses::Statuses as _;
 
 /// The key of RFC 7515, appendix A.3.
 const KEYS: &str = r#"{"keys": [{"kty": "EC", "crv": "P-256",

@@ -1,41 +1,18 @@
-//! The condition `Programmed` of routes and policies: what the proxies of the pods that they concern
-//! do with them, whatever replica they are connected to. Pure.
+//! The outcomes of routes and policies at the proxies of the pods that they concern. Plain values,
+//! which replicas also tell each other.
 //!
-//! Any meshed pod can connect, disconnect, acknowledge and reject as it likes. Therefore a condition
-//! changes once per review at most, only a limited number of them does, and while proxies are still
-//! to acknowledge an object, other counts alone are no change. The names of pods, and the reasons
-//! that they give, are for authors of their own namespace only.
+//! The names of pods, and the reasons that they give, are for authors of their own namespace only.
 
-pub mod exchange;
-
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio::time::Instant;
 
-use exchange::{Exchange, Id};
-
+use super::limits::{MAX_BYTES, MAX_SERVICES};
 use crate::authorization;
-use crate::index::limits::{MAX_BYTES, MAX_SERVICES};
-use crate::object::{Condition, Key, Kind, ObjectId, ObjectStatus};
+use crate::object::{Key, Kind};
 use crate::policy::Target;
 
-/// The type of the condition.
-pub const PROGRAMMED: &str = "diy-service-mesh.dev/Programmed";
-/// Time between two reviews, at least. The states of an object that is known for this time are
-/// published.
-pub const REVIEW_INTERVAL: Duration = Duration::from_secs(10);
-/// Time after which proxies that are still to acknowledge an object are named, and other counts are
-/// written.
-const STILL_TIME: Duration = Duration::from_secs(60);
-/// Time for which a condition stays after the last pod that it concerns, or after the start of a
-/// new replica. The proxies connect to this replica within this time.
-const HOLD_TIME: Duration = Duration::from_secs(300);
-/// Objects whose condition a review changes at most, those with the oldest ones first: each is two
-/// requests to the API server.
-const MAX_CHANGES: usize = 100;
 /// Names of pods, and reasons, in a message.
 const MAX_NAMES: usize = 10;
 const MAX_REASONS: usize = 3;
@@ -50,6 +27,32 @@ pub struct Subject {
     pub key: Key,
     /// The Service or the namespace that it concerns.
     pub target: Target,
+}
+
+/// The kind, namespace and name of an object, and of its target, which has no name if it is the
+/// namespace.
+type Id = (Kind, [String; 2], [String; 2]);
+
+impl From<Subject> for Id {
+    fn from(subject: Subject) -> Id {
+        let pair = |key: &Key| [&key.namespace, &key.name].map(|part| part.to_string());
+        let target = match &subject.target {
+            Target::Service(key) => pair(key),
+            Target::Namespace(name) => [name.to_string(), String::new()],
+        };
+        (subject.kind, pair(&subject.key), target)
+    }
+}
+
+impl From<Id> for Subject {
+    fn from((kind, [namespace, name], target): Id) -> Subject {
+        let target = match target {
+            [namespace, name] if name.is_empty() => Target::Namespace(namespace.into()),
+            [namespace, name] => Target::Service(Key::new(&namespace, &name)),
+        };
+        let key = Key::new(&namespace, &name);
+        Subject { kind, key, target }
+    }
 }
 
 /// The outcome of an object at a proxy. The worst comes first.
@@ -79,7 +82,7 @@ pub enum Outcome {
 
 impl Outcome {
     /// The reason of the condition.
-    fn reason(&self) -> &'static str {
+    pub(crate) fn reason(&self) -> &'static str {
         match self {
             Outcome::Rejected(_) => "Rejected",
             Outcome::Incapable => "ProxyLacksCapability",
@@ -143,15 +146,15 @@ impl fmt::Display for Outcome {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Progress {
-    pods: usize,
-    applied: usize,
+    pub(crate) pods: usize,
+    pub(crate) applied: usize,
     #[serde(skip_serializing_if = "Exceptions::is_empty")]
-    exceptions: Exceptions,
+    pub(crate) exceptions: Exceptions,
     #[serde(skip_serializing_if = "Exceptions::is_empty")]
-    waiting: Exceptions,
+    pub(crate) waiting: Exceptions,
     /// Each replica computes it.
     #[serde(skip)]
-    coverage: Coverage,
+    pub(crate) coverage: Coverage,
 }
 
 /// The pods that an AuthorizationPolicy selects, whatever they are connected to.
@@ -163,9 +166,9 @@ pub struct Coverage {
     unproxied: usize,
     without_proxy: Exceptions,
     /// Ports at which the policy, or its rules about requests, have no effect.
-    notes: Exceptions,
+    pub(crate) notes: Exceptions,
     /// The ports that the rules name and no pod declares.
-    absent: BTreeSet<u32>,
+    pub(crate) absent: BTreeSet<u32>,
 }
 
 impl Coverage {
@@ -204,7 +207,7 @@ pub fn shown<T: fmt::Display>(ports: impl Iterator<Item = T>) -> String {
 
 /// Proxies that do not apply an object.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-struct Exceptions {
+pub(crate) struct Exceptions {
     /// Some of the namespace of the object.
     named: Vec<(Outcome, Vec<String>)>,
     /// The numbers of the others, in order: of this namespace, and of other ones.
@@ -226,12 +229,12 @@ impl Progress {
         progress
     }
 
-    fn is_waiting(&self) -> bool {
+    pub(crate) fn is_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
 
     /// Adds what other pods do with the object.
-    fn merge(&mut self, namespace: &str, other: &Progress) {
+    pub(crate) fn merge(&mut self, namespace: &str, other: &Progress) {
         self.pods += other.pods;
         self.applied += other.applied;
         self.exceptions.merge(namespace, &other.exceptions);
@@ -239,7 +242,7 @@ impl Progress {
     }
 
     /// Adds the pods that are connected to no replica, and those without a proxy.
-    fn cover(&mut self, coverage: Coverage) {
+    pub(crate) fn cover(&mut self, coverage: Coverage) {
         let absent = coverage.pods.saturating_sub(self.pods);
         if absent > 0 {
             self.waiting.count(&Outcome::Waiting, [absent, 0]);
@@ -250,7 +253,7 @@ impl Progress {
     }
 
     /// The same pods, before any of them acknowledges the current generation.
-    fn outdated(&self) -> Progress {
+    pub(crate) fn outdated(&self) -> Progress {
         let mut outdated = Progress {
             pods: self.pods,
             ..Progress::default()
@@ -303,14 +306,14 @@ impl Exceptions {
 
     /// The worst outcome in the namespace of the object. Any meshed pod can report any outcome, so
     /// pods of other namespaces count in the message only.
-    fn worst(&self) -> Option<&Outcome> {
+    pub(crate) fn worst(&self) -> Option<&Outcome> {
         let named = self.named.iter().map(|(outcome, _)| outcome);
         let own = self.more.iter().filter(|(_, [own, _])| *own > 0);
         named.chain(own.map(|(outcome, _)| outcome)).min()
     }
 
     /// Whether it differs by more than the numbers of pods without a name.
-    fn differs(&self, other: &Exceptions) -> bool {
+    pub(crate) fn differs(&self, other: &Exceptions) -> bool {
         let kinds = |one: &Exceptions| {
             let more = one.more.iter();
             let kinds = more.map(|(outcome, count)| (outcome.clone(), count.map(|one| one > 0)));
@@ -319,7 +322,7 @@ impl Exceptions {
         self.named != other.named || kinds(self) != kinds(other)
     }
 
-    fn describe(&self, namespace: &str) -> Vec<String> {
+    pub(crate) fn describe(&self, namespace: &str) -> Vec<String> {
         let named = self.named.iter();
         let named = named.map(|(outcome, names)| format!("{} ({outcome})", names.join(", ")));
         let more = self.more.iter().flat_map(|(outcome, [own, others])| {
@@ -334,187 +337,3 @@ impl Exceptions {
         named.chain(more.flatten()).collect()
     }
 }
-
-/// The conditions.
-#[derive(Debug, Default)]
-pub struct Reports {
-    reports: BTreeMap<Subject, Report>,
-    /// The first review.
-    started: Option<Instant>,
-    /// The findings of the other replicas.
-    pub exchange: Exchange,
-    /// Whether reviews have run for [`HOLD_TIME`]: objects that this replica does not know then
-    /// concern no proxy.
-    is_complete: bool,
-}
-
-#[derive(Debug)]
-struct Report {
-    state: ReportState,
-    /// The review that found this generation first, this state first, and any state last.
-    generation_since: Instant,
-    since: Instant,
-    seen: Instant,
-    /// The state in the condition, and the time since when it is there.
-    written: Option<(ReportState, Instant)>,
-}
-
-#[derive(Clone, Debug, Default, PartialEq)]
-struct ReportState {
-    generation: i64,
-    progress: Progress,
-}
-
-impl Reports {
-    /// Updates the conditions to what a review has found, with the generations of the objects, and to
-    /// what other replicas have. `covered` are AuthorizationPolicies that select pods. Returns the objects
-    /// whose conditions change.
-    pub fn update(
-        &mut self,
-        now: Instant,
-        found: BTreeMap<Subject, (i64, Progress)>,
-        covered: BTreeMap<Subject, (i64, Coverage)>,
-    ) -> BTreeSet<ObjectId> {
-        let started = *self.started.get_or_insert(now);
-        self.is_complete = now.duration_since(started) >= HOLD_TIME;
-        let mut found = self.exchange.merge(found);
-        for (subject, (generation, coverage)) in covered {
-            let new = (generation, Progress::default());
-            found.entry(subject).or_insert(new).1.cover(coverage);
-        }
-        for (subject, (generation, progress)) in found {
-            let state = ReportState {
-                generation,
-                progress,
-            };
-            match self.reports.get_mut(&subject) {
-                Some(report) => report.update(now, state),
-                None => drop(self.reports.insert(subject, Report::new(now, state))),
-            }
-        }
-        let due = self.reports.iter();
-        let due = due.filter(|(_, report)| report.is_due(now));
-        let at = |report: &Report| report.written.as_ref().map(|(_, at)| *at);
-        let due = due.map(|(subject, report)| (at(report), subject.clone()));
-        let mut due: Vec<(Option<Instant>, Subject)> = due.collect();
-        due.sort();
-        let mut changed = BTreeSet::new();
-        for (_, subject) in due {
-            let id = (subject.kind, subject.key.clone());
-            if changed.len() >= MAX_CHANGES && !changed.contains(&id) {
-                continue;
-            }
-            changed.insert(id);
-            match self.reports.get_mut(&subject) {
-                Some(one) if one.seen == now => one.written = Some((one.state.clone(), now)),
-                _ => drop(self.reports.remove(&subject)),
-            }
-        }
-        self.reports
-            .retain(|_, report| report.written.is_some() || report.seen == now);
-        changed
-    }
-
-    /// Adds the conditions of an object to its status, where the object is accepted.
-    pub fn add_to(&self, status: &mut ObjectStatus) {
-        status.keeps_programmed |= !self.is_complete;
-        for parent in &mut status.parents {
-            let mut conditions = parent.conditions.iter();
-            if !conditions.any(|one| one.kind == "Accepted" && one.holds) {
-                continue;
-            }
-            let own = || Target::Namespace(status.key.namespace.clone());
-            let target = match parent.parent.kind.as_deref() {
-                // Its targets have one condition.
-                _ if matches!(status.kind, Kind::Authorization | Kind::TrafficTarget) => own(),
-                Some("Namespace") => own(),
-                _ => Target::Service(parent.parent.key(&status.key)),
-            };
-            let subject = Subject {
-                kind: status.kind,
-                key: status.key.clone(),
-                target,
-            };
-            let report = self.reports.get(&subject);
-            let written = report.and_then(|report| report.written.as_ref());
-            let condition = written.map(|(state, _)| state.condition(&subject));
-            parent.conditions.extend(condition);
-        }
-    }
-}
-
-impl ReportState {
-    fn condition(&self, subject: &Subject) -> Condition {
-        let (generation, progress) = (self.generation, &self.progress);
-        let all = [&progress.exceptions, &progress.waiting];
-        let worst = all.into_iter().find_map(Exceptions::worst);
-        let worst = worst.unwrap_or(&Outcome::Applied);
-        let described = all.map(|one| one.describe(&subject.key.namespace)).concat();
-        let exceptions = if described.is_empty() {
-            String::new()
-        } else {
-            format!("; not: {}", described.join(", "))
-        };
-        let (applied, pods) = (progress.applied, progress.pods);
-        let notes = progress.coverage.notes.describe(&subject.key.namespace);
-        let absent = &progress.coverage.absent;
-        let absent = (!absent.is_empty())
-            .then(|| format!("no pod declares the ports {}", shown(absent.iter())));
-        let notes = notes.into_iter().chain(absent);
-        let notes: String = notes.map(|note| format!("; {note}")).collect();
-        let message =
-            format!("{applied} of {pods} pods have generation {generation}{exceptions}{notes}");
-        let holds = *worst == Outcome::Applied;
-        Condition {
-            generation: Some(generation),
-            ..Condition::new(PROGRAMMED, holds, worst.reason(), message)
-        }
-    }
-}
-
-impl Report {
-    fn new(now: Instant, state: ReportState) -> Report {
-        Report {
-            state,
-            generation_since: now,
-            since: now,
-            seen: now,
-            written: None,
-        }
-    }
-
-    fn update(&mut self, now: Instant, state: ReportState) {
-        self.seen = now;
-        if self.state.generation != state.generation {
-            self.generation_since = now;
-        }
-        if self.state != state {
-            (self.state, self.since) = (state, now);
-        }
-    }
-
-    /// Whether its condition is to change.
-    fn is_due(&self, now: Instant) -> bool {
-        if self.seen != now {
-            return self.written.is_some() && now.duration_since(self.seen) >= HOLD_TIME;
-        }
-        let age = now.duration_since(self.generation_since);
-        if age < REVIEW_INTERVAL {
-            return false;
-        }
-        let written = self.written.as_ref().map(|(state, _)| state);
-        let is_new = written.is_none_or(|before| before.generation != self.state.generation);
-        let (none, current) = (ReportState::default(), &self.state.progress);
-        let before = &written.unwrap_or(&none).progress;
-        let is_still = now.duration_since(self.since) >= STILL_TIME;
-        current.exceptions.differs(&before.exceptions)
-            || current.coverage.notes.differs(&before.coverage.notes)
-            || current.coverage.absent != before.coverage.absent
-            || (!current.is_waiting() && (is_new || before.is_waiting()))
-            || (is_new && age >= STILL_TIME)
-            || (is_still && current != before)
-    }
-}
-
-#[cfg(test)]
-mod tests;

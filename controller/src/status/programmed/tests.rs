@@ -17,14 +17,14 @@ use crate::index::object::{Change, Object, Pod, Resource, Service};
 use crate::index::tests::{endpoint, pod, service, slice};
 use crate::metrics::Metrics;
 use crate::object::condition::APPLIES_TO_ALL_PODS;
-use crate::object::{PodRef, TargetReference};
+use crate::object::{Key, PodRef, TargetReference};
 use crate::policy::Side;
 use crate::policy::tests::{policy, policy_for};
-use crate::routes::lease::{Election, Timing};
-use crate::routes::statuses::Statuses as _;
-use crate::routes::testing::{ApiServer, KIND, accepted, service as parent, status};
 use crate::routes::tests::{route, route_of};
-use crate::routes::writer::{self, Writer};
+use crate::status::lease::{Election, Timing};
+use crate::status::statuses::Statuses as _;
+use crate::status::testing::{ApiServer, KIND, accepted, service as parent, status};
+use crate::status::writer::{self, Writer};
 
 /// Whether a proxy is of an earlier release.
 const OLD: bool = true;

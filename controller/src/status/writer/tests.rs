@@ -17,8 +17,8 @@ use crate::object::Condition;
 use crate::object::condition::APPLIES_TO_ALL_PODS;
 use crate::object::status::CONTROLLER_NAME;
 use crate::publish_statuses;
-use crate::routes::lease::Timing;
-use crate::routes::testing::{ApiServer, KIND, accepted, service, status, subscriber};
+use crate::status::lease::Timing;
+use crate::status::testing::{ApiServer, KIND, accepted, service, status, subscriber};
 use diy_mesh_testkit::output::Output;
 
 const TIMEOUT: Duration = Duration::from_secs(3600);

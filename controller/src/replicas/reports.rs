@@ -28,7 +28,7 @@ const MAX_UNCHANGED: usize = 8;
 /// The maximum number of pods in a report, 64 KB: an object may have 256 KB of annotations.
 const MAX_DIGESTS: usize = 4000;
 /// Above all digests.
-pub(super) const END: u64 = 1 << 48;
+pub(crate) const END: u64 = 1 << 48;
 
 /// Report of a replica to the other replicas about its connected proxies.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,7 +55,7 @@ pub struct Report {
     /// A part of the connected pods; only during a rotation.
     pub pods: Pods,
     /// The use of routes and policies by its proxies: a
-    /// [`Page`](crate::routes::programmed::exchange::Page), which replicas of other releases may
+    /// [`Page`](super::exchange::Page), which replicas of other releases may
     /// not understand.
     pub programmed: Value,
     /// The URLs of issuers whose tokens name unknown keys, as its proxies have reported.
@@ -78,7 +78,7 @@ pub struct Pods {
 
 impl Pods {
     /// As many of these pods as a report may have, from a digest on.
-    pub(super) fn new(from: u64, mut all: Vec<(u64, bool)>) -> Pods {
+    pub(crate) fn new(from: u64, mut all: Vec<(u64, bool)>) -> Pods {
         all.retain(|(digest, _)| *digest >= from);
         all.sort_unstable();
         // A pod may have many streams.
@@ -108,7 +108,7 @@ pub struct BoundedNames {
 
 impl BoundedNames {
     /// Counts a name, and keeps the first ones.
-    pub(super) fn add(&mut self, name: impl ToString) {
+    pub(crate) fn add(&mut self, name: impl ToString) {
         self.count += 1;
         if self.names.len() < MAX_NAMES {
             self.names.push(name.to_string());
@@ -117,7 +117,7 @@ impl BoundedNames {
 }
 
 /// Counts names, and keeps some of them.
-pub(super) fn bounded(names: impl IntoIterator<Item = String>) -> BoundedNames {
+pub(crate) fn bounded(names: impl IntoIterator<Item = String>) -> BoundedNames {
     let mut bounded = BoundedNames::default();
     names.into_iter().for_each(|name| bounded.add(name));
     bounded
@@ -132,7 +132,7 @@ fn conditions(names: &BoundedNames, condition: &str) -> Vec<String> {
 }
 
 /// A digest of a pod's UID, or of its name if it has no UID.
-pub(super) fn pod_digest(namespace: &str, name: &str, uid: &str) -> u64 {
+pub(crate) fn pod_digest(namespace: &str, name: &str, uid: &str) -> u64 {
     let digest = match uid {
         "" => digest(&SHA256, format!("{namespace}/{name}").as_bytes()),
         uid => digest(&SHA256, uid.as_bytes()),
@@ -225,7 +225,7 @@ impl Observation {
     }
 
     /// The pods below this digest are accounted for, now or before.
-    pub(super) fn next_confirmed(&self) -> u64 {
+    pub(crate) fn next_confirmed(&self) -> u64 {
         let is_done = |pod: &u64| {
             let mut reports = self.current();
             reports.any(|report| report.pods.done.binary_search(pod).is_ok())
@@ -236,7 +236,7 @@ impl Observation {
     }
 
     /// The digest from which on the next report names pods: a replica still compares them.
-    pub(super) fn next_from(&self) -> u64 {
+    pub(crate) fn next_from(&self) -> u64 {
         let confirmed = self.current().map(|report| report.confirmed);
         let confirmed = confirmed.filter(|confirmed| *confirmed < END);
         confirmed.min().unwrap_or_default()
@@ -246,7 +246,7 @@ impl Observation {
 /// Determines live replicas by the changes of their reports, as this replica sees them. All clocks
 /// may be wrong, also the clock of this replica.
 #[derive(Debug, Default)]
-pub(super) struct Liveness {
+pub(crate) struct Liveness {
     seen: BTreeMap<String, Seen>,
     /// The time of the first update.
     begun: Option<Instant>,
@@ -261,7 +261,7 @@ struct Seen {
 
 impl Liveness {
     /// Returns the live reports, and the names of reports to remove.
-    pub(super) fn update(
+    pub(crate) fn update(
         &mut self,
         reports: BTreeMap<String, Report>,
         now: Instant,
@@ -300,13 +300,13 @@ impl Liveness {
     }
 
     /// Whether a replica runs. A replica that has stopped long ago may have left an unchanged report.
-    pub(super) fn is_certain(&self, name: &str) -> bool {
+    pub(crate) fn is_certain(&self, name: &str) -> bool {
         self.seen.get(name).is_some_and(Seen::is_certain)
     }
 
     /// The clocks of replicas that run, one a host: a replica that was restarted has a new name, and
     /// its former report still counts. `None`: at the start, the reports have not changed yet.
-    pub(super) fn clocks(&self) -> Option<Vec<Reading>> {
+    pub(crate) fn clocks(&self) -> Option<Vec<Reading>> {
         let live = self.seen.iter().filter(|(_, seen)| seen.is_certain());
         let mut latest = BTreeMap::<&str, &Seen>::new();
         for (name, seen) in live {
@@ -338,11 +338,11 @@ impl Seen {
 /// Determines whether all replicas agree for two reports of each. The first agreement may come from
 /// a replica that has just lost its connections.
 #[derive(Debug, Default)]
-pub(super) struct Agreement(Option<(String, BTreeMap<String, u64>)>);
+pub(crate) struct Agreement(Option<(String, BTreeMap<String, u64>)>);
 
 impl Agreement {
     /// Records whether the replicas agree now. Returns whether they agree for long enough.
-    pub(super) fn is_stable(&mut self, agree: bool, observed: &Observation) -> bool {
+    pub(crate) fn is_stable(&mut self, agree: bool, observed: &Observation) -> bool {
         if !agree {
             self.0 = None;
             return false;

@@ -7,8 +7,8 @@ use std::fmt;
 
 use diy_mesh_control_plane::events::Events;
 
+use super::events;
 use super::statuses::{Statuses, take_changed, wait_changed};
-use crate::events;
 use crate::object::{Condition, ObjectId, ObjectStatus, TargetReference, TargetStatus};
 
 /// Lines about one change of a cluster. The Service of many TrafficSplits may come and go.
@@ -145,7 +145,7 @@ impl fmt::Display for TargetReference {
 mod tests {
     use super::*;
     use crate::object::Key;
-    use crate::routes::testing::{KIND, accepted, service, status};
+    use crate::status::testing::{KIND, accepted, service, status};
 
     #[test]
     fn changed_conditions_are_lines_and_others_are_not() {

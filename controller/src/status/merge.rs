@@ -8,11 +8,11 @@
 use kube::core::DynamicObject;
 use serde_json::{Map, Value, json};
 
-use super::mesh::FEATURES;
 use super::programmed::PROGRAMMED;
 use crate::authorization::keys;
 use crate::object::status::CONTROLLER_NAME;
 use crate::object::{Condition, Kind, ObjectStatus, TargetStatus};
+use crate::routes::mesh::FEATURES;
 
 /// The API server accepts 32 KiB.
 const MAX_MESSAGE_BYTES: usize = 2048;
@@ -198,7 +198,7 @@ mod tests {
 
     use super::*;
     use crate::object::condition::{APPLIES_TO_ALL_PODS, OLDER_SERVICE};
-    use crate::routes::testing::{KIND, accepted, service, status};
+    use crate::status::testing::{KIND, accepted, service, status};
 
     const NOW: &str = "2026-11-22T09:00:00Z";
     const LATER: &str = "2026-11-22T10:00:00Z";

@@ -8,41 +8,13 @@ use std::ops::Bound;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Progress, Subject};
-use crate::object::{Key, Kind};
-use crate::policy::Target;
+use crate::index::outcome::{Progress, Subject};
 
 /// The length of a page. A report is an annotation.
 const MAX_PAGE_BYTES: usize = 64 * 1024;
 
 /// The findings of a review, with the generations of the objects.
 type Found = BTreeMap<Subject, (i64, Progress)>;
-
-/// The kind, namespace and name of an object, and of its target, which has no name if it is the
-/// namespace.
-pub(super) type Id = (Kind, [String; 2], [String; 2]);
-
-impl From<Subject> for Id {
-    fn from(subject: Subject) -> Id {
-        let pair = |key: &Key| [&key.namespace, &key.name].map(|part| part.to_string());
-        let target = match &subject.target {
-            Target::Service(key) => pair(key),
-            Target::Namespace(name) => [name.to_string(), String::new()],
-        };
-        (subject.kind, pair(&subject.key), target)
-    }
-}
-
-impl From<Id> for Subject {
-    fn from((kind, [namespace, name], target): Id) -> Subject {
-        let target = match target {
-            [namespace, name] if name.is_empty() => Target::Namespace(namespace.into()),
-            [namespace, name] => Target::Service(Key::new(&namespace, &name)),
-        };
-        let key = Key::new(&namespace, &name);
-        Subject { kind, key, target }
-    }
-}
 
 /// The findings of one replica about the objects in a range.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -107,7 +79,7 @@ impl Exchange {
 
     /// The findings of all replicas. If another replica knows another generation of an object, its
     /// pods have not acknowledged the generation of this replica.
-    pub(super) fn merge(&mut self, own: Found) -> Found {
+    pub(crate) fn merge(&mut self, own: Found) -> Found {
         let mut all = own.clone();
         self.own = own;
         for (subject, (generation, other)) in self.others.values().flatten() {
@@ -126,8 +98,10 @@ impl Exchange {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Outcome;
     use super::*;
+    use crate::index::outcome::Outcome;
+    use crate::object::{Key, Kind};
+    use crate::policy::Target;
 
     fn subject(number: usize) -> Subject {
         let key = Key::new("shop", &format!("policy-{number:05}"));

@@ -30,8 +30,9 @@ use object::Stored;
 use progress::Progress;
 
 use super::lease::{Election, LEASE};
+use super::merge::merge;
+use super::report;
 use super::statuses::{Statuses, take_changed, wait_changed};
-use super::{report, status};
 use crate::api::bytes::{self, Page, Pages, Text};
 use crate::api::{self, API_TIMEOUT, ApiError};
 use crate::catalog::marker::{self, Marker};
@@ -269,7 +270,7 @@ impl Writer {
                 let Ok(status) = statuses.get(&id) else {
                     continue;
                 };
-                match status::merge(kind, &object, status.as_ref(), &now()) {
+                match merge(kind, &object, status.as_ref(), &now()) {
                     Some(_) => progress.differs(id, status.as_ref()),
                     None => progress.succeeded(id, status.as_ref()),
                 }
@@ -310,7 +311,7 @@ impl Writer {
                 return Ok(());
             };
             let current = parse::<Stored>(text.as_str())?.into_object(*kind);
-            let Some(changed) = status::merge(*kind, &current, desired, &now()) else {
+            let Some(changed) = merge(*kind, &current, desired, &now()) else {
                 return Ok(());
             };
             let changed = object::with_status(text.as_str(), &changed);

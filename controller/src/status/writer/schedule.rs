@@ -138,7 +138,7 @@ impl Turns {
 mod tests {
     use super::*;
     use crate::object::Key;
-    use crate::routes::testing::KIND;
+    use crate::status::testing::KIND;
 
     /// Takes routes, each as `NAMESPACE/NAME`.
     fn take(turns: &mut Turns, due: &[&str], max: usize) -> Vec<String> {

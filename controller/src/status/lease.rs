@@ -191,7 +191,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::routes::testing::ApiServer;
+    use crate::status::testing::ApiServer;
 
     const PATH: &str =
         "/apis/coordination.k8s.io/v1/namespaces/mesh/leases/diy-service-mesh-status";
