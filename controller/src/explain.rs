@@ -15,14 +15,13 @@ use proto::path_match::Kind as PathKind;
 use proto::route_filter::Kind as FilterKind;
 use serde_json::Value;
 
-use crate::catalog;
-use crate::index::object::Change;
+use crate::catalog::{self, Change};
 use crate::index::outcome::shown;
 use crate::index::{Index, Touched};
+use crate::kinds::route::attach::Table;
+use crate::kinds::route::filters::is_redirect;
+use crate::kinds::route::model::{Match, Rule};
 use crate::object::{Key, Kind, ObjectId, ObjectStatus, TargetReference};
-use crate::routes::attach::Table;
-use crate::routes::filters::is_redirect;
-use crate::routes::model::{Match, Rule};
 
 /// The statuses of the routes and policies among these objects.
 pub fn statuses(objects: &[Value]) -> Vec<ObjectStatus> {
@@ -34,7 +33,10 @@ pub fn statuses(objects: &[Value]) -> Vec<ObjectStatus> {
 pub fn opened(objects: &[Value]) -> Vec<String> {
     let (index, _) = index(objects, "", TRUST_DOMAIN);
     let describe = |(policy, service, pods): (&Key, String, Vec<&Key>)| {
-        let (policy, pods) = (crate::authorization::name(policy), shown(pods.iter()));
+        let (policy, pods) = (
+            crate::kinds::authorization::name(policy),
+            shown(pods.iter()),
+        );
         format!("{policy}: the {service} leads to no pod with a proxy; no ALLOW covers {pods}")
     };
     index.opened().into_iter().map(describe).collect()

@@ -34,13 +34,13 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use crate::authorization;
-use crate::authorization::keys::schedule::Schedule;
-use crate::index::claims::Claims;
+use crate::catalog::Event;
+use crate::catalog::claims::Claims;
 use crate::index::dependencies::CONFIGURATION;
 use crate::index::locality::Location;
-use crate::index::object::{Event, Resource};
-use crate::index::{Index, Touched};
+use crate::index::{Index, Resource, Touched};
+use crate::kinds::authorization;
+use crate::kinds::authorization::keys::schedule::Schedule;
 use crate::object::{Key, Kind, ObjectId, ObjectStatus, PodRef, Withheld};
 use crate::replicas::exchange::Page;
 use crate::status::programmed::Reports;

@@ -12,7 +12,6 @@
 mod api;
 pub mod authenticate;
 pub mod authority;
-pub mod authorization;
 pub mod catalog;
 pub mod config;
 pub mod edges;
@@ -21,13 +20,12 @@ pub mod file;
 pub mod grpc;
 pub mod hub;
 pub mod index;
+pub mod kinds;
 pub mod metrics;
 pub mod object;
-pub mod policy;
 pub mod proxies;
 pub mod quota;
 pub mod replicas;
-pub mod routes;
 pub mod serving;
 pub mod status;
 
@@ -50,13 +48,13 @@ use tokio_util::sync::CancellationToken;
 
 use authenticate::{Authenticator, Jwks, Verifier};
 use authority::{AuthorityHandle, TrustReceiver};
-use authorization::keys::fetch::{Allowed, Fetcher};
+use catalog::Event;
 use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use edges::Edges;
 use hub::Hub;
-use index::object::Event;
+use kinds::authorization::keys::fetch::{Allowed, Fetcher};
 use metrics::Metrics;
 use object::Kind;
 use object::kind::Report;

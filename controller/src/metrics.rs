@@ -17,10 +17,10 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tokio::sync::mpsc::WeakSender;
 
+use crate::catalog::Event;
 use crate::catalog::freshness::Freshness;
 use crate::edges::Edges;
 use crate::hub::{Counts, Hub};
-use crate::index::object::Event;
 use crate::quota::Quotas;
 
 /// Upper bounds of the histograms of requests, in seconds.
@@ -356,7 +356,9 @@ mod tests {
     use tokio::sync::mpsc;
 
     use super::*;
-    use crate::index::object::{Change, Object, Pod, Resource};
+    use crate::catalog::Change;
+    use crate::index::Resource;
+    use crate::kinds::{Object, Pod};
     use crate::object::Key;
 
     #[test]

@@ -15,8 +15,9 @@ use diy_mesh_controller::authority::status::Status;
 use diy_mesh_controller::authority::{
     self, AuthorityHandle, Options, Roots, Storage, TrustSender, self_signed,
 };
+use diy_mesh_controller::catalog::Change;
 use diy_mesh_controller::hub::Hub;
-use diy_mesh_controller::index::object::{Change, Object, Pod};
+use diy_mesh_controller::kinds::{Object, Pod};
 use diy_mesh_controller::object::{Key, Kind, PodRef};
 use diy_mesh_controller::proxies::{ConnectedGuard, Proxies};
 use diy_mesh_proto::mesh::v1::ProxyStatus;

@@ -18,8 +18,9 @@ use diy_mesh_controller::authority::state::Phase;
 use diy_mesh_controller::authority::{
     self, AuthorityHandle, Options, Roots, Storage, events, self_signed,
 };
+use diy_mesh_controller::catalog::Change;
 use diy_mesh_controller::hub::Hub;
-use diy_mesh_controller::index::object::{Change, Object, Pod};
+use diy_mesh_controller::kinds::{Object, Pod};
 use diy_mesh_controller::object::{Key, Kind, PodRef};
 use diy_mesh_controller::proxies::Proxies;
 use diy_mesh_proto::mesh::v1::ProxyStatus;

@@ -5,7 +5,9 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use anyhow::{Context, Result};
 use diy_mesh_controller::edges;
-use diy_mesh_controller::index::object::{ContainerPort, Inbound, Pod, Transport};
+use diy_mesh_controller::kinds::Pod;
+use diy_mesh_controller::kinds::pod::{ContainerPort, Inbound};
+use diy_mesh_controller::kinds::service::Transport;
 use diy_mesh_controller::object::Key;
 use diy_mesh_model::{
     identity::{Identity, TRUST_DOMAIN},

@@ -2,13 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use diy_mesh_controller::{
-    explain::authorization,
-    index::{
-        Index, Touched,
-        object::{Change, Object, Pod},
-    },
-};
+use diy_mesh_controller::catalog::Change;
+use diy_mesh_controller::explain::authorization;
+use diy_mesh_controller::index::{Index, Touched};
+use diy_mesh_controller::kinds::{Object, Pod};
 use diy_mesh_proto::mesh::v1::{
     AuthorizationPolicy, Edge, authorization_policy::Action,
     get_authorization_response::Pod as Row, get_edges_response::Group, workload::InboundMode,

@@ -8,16 +8,15 @@ use std::pin::pin;
 use std::task::{Context, Waker};
 use std::time::Duration;
 
-use diy_mesh_controller::catalog::epoch;
+use diy_mesh_controller::catalog::claims::{Claims, Subject};
+use diy_mesh_controller::catalog::{Change, Event, epoch};
 use diy_mesh_controller::hub::{Hub, Resources};
-use diy_mesh_controller::index::claims::{Claims, Subject};
-use diy_mesh_controller::index::dependencies;
-use diy_mesh_controller::index::object::{
-    Change, Event, Object, Resource, Service, ServicePort, Slice, SliceEndpoint, SlicePort,
-    TargetPort, Transport,
-};
 use diy_mesh_controller::index::position::Known;
 use diy_mesh_controller::index::state::State;
+use diy_mesh_controller::index::{Resource, dependencies};
+use diy_mesh_controller::kinds::service::{ServicePort, TargetPort, Transport};
+use diy_mesh_controller::kinds::slice::{SliceEndpoint, SlicePort};
+use diy_mesh_controller::kinds::{Object, Service, Slice};
 use diy_mesh_controller::object::version::Version;
 use diy_mesh_controller::object::{Key, Kind};
 use diy_mesh_proxy::discovery::position::{MAX_REFUSAL, Order, Position};

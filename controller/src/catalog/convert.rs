@@ -12,11 +12,10 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::injected::Injected;
 use super::slim::{self, Metadata};
-use crate::index::excess;
-use crate::index::object::{
-    Canary, Inbound, Node, Pod, PodReference, Service, ServicePort, Slice, SliceEndpoint,
-    SlicePort, TargetPort, Transport,
-};
+use crate::kinds::pod::Inbound;
+use crate::kinds::service::{Canary, ServicePort, TargetPort, Transport, excess};
+use crate::kinds::slice::{PodReference, SliceEndpoint, SlicePort};
+use crate::kinds::{Node, Pod, Service, Slice};
 use crate::object::rejection::{shortened, unsupported};
 use crate::object::{Key, Kind, Meta, TargetReference};
 

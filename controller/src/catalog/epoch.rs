@@ -17,10 +17,10 @@ use serde_json::json;
 use tokio::sync::{mpsc, watch};
 use tokio::time::sleep;
 
+use super::claims::{Claims, Subject};
+use super::{Change, Event};
 use crate::api::{API_TIMEOUT, ApiError, metadata, request};
 use crate::authority::state::seconds;
-use crate::index::claims::{Claims, Subject};
-use crate::index::object::{Change, Event};
 
 /// The ConfigMap with the epoch. Without it, there was no restore.
 pub const CONFIG_MAP: &str = "diy-service-mesh-epoch";

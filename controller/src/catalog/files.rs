@@ -12,9 +12,9 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 use super::freshness::Freshness;
-use super::manifest;
+use super::{Change, Event, manifest};
 use crate::file::Stamp;
-use crate::index::object::{Change, Event, Object};
+use crate::kinds::Object;
 use crate::object::{Key, Kind};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(200);

@@ -9,7 +9,7 @@ use diy_mesh_model::sidecar::{OutboundUdp, Settings};
 
 use super::convert::transport;
 use super::slim::{self, Container, Pod, PodSpec};
-use crate::index::object::{ContainerPort, Inbound};
+use crate::kinds::pod::{ContainerPort, Inbound};
 
 const PROXY: &str = "proxy";
 const PROXY_INIT: &str = "proxy-init";

@@ -12,16 +12,16 @@ use futures::future::join_all;
 use kube::Client;
 use tokio::sync::mpsc;
 
+use super::claims::Claims;
 use super::definitions::watch_custom;
 use super::epoch::Epoch;
 use super::freshness::{Freshness, Unreadable};
 use super::objects::{Context, Objects};
 use super::resources::resources;
 use super::watch::Timing;
+use super::{Change, Event};
 use crate::api::bytes::Pages;
 use crate::config::Config;
-use crate::index::claims::Claims;
-use crate::index::object::{Change, Event};
 use crate::object::Kind;
 
 /// Interval of checks whether kinds cannot be read.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::resources::{self, resource};
-use crate::index::object::Object;
+use crate::kinds::Object;
 use crate::object::Kind;
 use crate::object::fields::{lost, nth_item};
 

@@ -1,8 +1,10 @@
 //! The sources of the catalog, which send changes to the index.
 //!
-//! A source sends one [`Change::Reset`](crate::index::object::Change) per kind when it has listed
+//! A source sends one [`Change::Reset`](crate::catalog::Change) per kind when it has listed
 //! all objects, then changes. It decides nothing.
 
+mod change;
+pub mod claims;
 mod convert;
 pub mod definitions;
 pub mod epoch;
@@ -22,3 +24,5 @@ mod watch;
 pub use manifest::{parse, parse_object};
 pub(crate) use resources::resource;
 pub use resources::resources;
+
+pub use change::{Change, Event};

@@ -7,15 +7,15 @@ use kube::core::ApiResource;
 use tokio::sync::{mpsc, watch};
 use tokio::time::sleep;
 
+use super::claims::{Claims, Subject};
 use super::convert::ConvertError;
-use super::definitions;
 use super::freshness::Freshness;
 use super::marker::{self, Marker};
 use super::resources::{read, resource};
 use super::watch::{Sink, Target, Timing, Update, watch as follow};
+use super::{Change, Event, definitions};
 use crate::api::bytes::Pages;
-use crate::index::claims::{Claims, Subject};
-use crate::index::object::{Change, Event, Object};
+use crate::kinds::Object;
 use crate::object::Kind;
 
 /// Time for a new epoch. Without one, proxies refuse the states of this replica for a while.

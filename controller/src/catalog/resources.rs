@@ -6,7 +6,7 @@
 //!
 //! The crate `gateway-api` is for an earlier version of `kube`, and its types reject the whole list
 //! of objects if one has a value of a later release. So `spec` is parsed per object, in
-//! `crate::routes::parse`.
+//! `crate::kinds::route::parse`.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -18,23 +18,23 @@ use serde_json::value::RawValue;
 
 use super::convert::{self, ConvertError, created, key};
 use super::slim::{Applied, Custom, Metadata, References};
-use crate::authorization::smi::{TargetSpec, TcpSpec, target, tcp};
-use crate::authorization::spec::AuthorizationPolicySpec;
-use crate::authorization::{self, TOO_LARGE};
-use crate::index::object::Object;
+use crate::kinds::Object;
+use crate::kinds::authorization::spec::AuthorizationPolicySpec;
+use crate::kinds::authorization::{self, TOO_LARGE};
+use crate::kinds::mesh::Mesh;
+use crate::kinds::policy::spec::TrafficPolicySpec;
+use crate::kinds::policy::{self, Policy};
+use crate::kinds::route::backend::{Backend, backend, is_backend};
+use crate::kinds::route::model::{Grant, Route};
+use crate::kinds::route::parse::MAX_PARENTS;
+use crate::kinds::route::spec::{
+    BackendSpec, GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch,
+};
+use crate::kinds::smi::split::{self, GroupSpec, SplitSpec};
+use crate::kinds::smi::traffic_target::{TargetSpec, TcpSpec, target, tcp};
 use crate::object::fields::{self, NULL, dropped, field, with_unknown_fields};
 use crate::object::rejection::shortened;
 use crate::object::{Key, Kind, Meta, Rejection, TargetReference};
-use crate::policy::spec::TrafficPolicySpec;
-use crate::policy::{self, Policy};
-use crate::routes::backend::{Backend, backend, is_backend};
-use crate::routes::mesh::Mesh;
-use crate::routes::model::{Grant, Route};
-use crate::routes::parse::MAX_PARENTS;
-use crate::routes::smi::{self, GroupSpec, SplitSpec};
-use crate::routes::spec::{
-    BackendSpec, GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch,
-};
 
 /// The maximum length of the JSON of a custom resource. Nothing of a longer one applies: the trees of
 /// values that show its dropped fields take up to 30 times their length. Objects of other kinds apply
@@ -126,12 +126,12 @@ fn custom(
             let policy = authorization::parse::policy(meta, spec, status, trust_domain);
             Ok(Object::Authorization(policy))
         }
-        Kind::TrafficSplit => smi::split(meta, spec).map(Object::Split),
-        Kind::RouteGroup => smi::group(meta, spec).map(Object::RouteGroup),
+        Kind::TrafficSplit => split::split(meta, spec).map(Object::Split),
+        Kind::RouteGroup => split::group(meta, spec).map(Object::RouteGroup),
         Kind::TrafficTarget => Ok(Object::TrafficTarget(target(meta, spec, trust_domain))),
         Kind::TcpGroup => Ok(Object::TcpGroup(tcp(meta, spec))),
         Kind::Mesh => Ok(Object::Mesh(Mesh::new(meta, spec))),
-        _ => crate::routes::parse::route(meta, spec).map(Object::Route),
+        _ => crate::kinds::route::parse::route(meta, spec).map(Object::Route),
     };
     object.map_err(ConvertError)
 }
@@ -242,7 +242,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::authorization::Direction;
+    use crate::kinds::authorization::Direction;
     use crate::object::Condition;
     use crate::object::fields::LAST_APPLIED;
 

@@ -8,12 +8,12 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 
+use super::claims::Claims;
 use super::freshness::Freshness;
 use super::objects::Context;
 use super::watch::Timing;
+use super::{Change, Event};
 use crate::api::bytes::Pages;
-use crate::index::claims::Claims;
-use crate::index::object::{Change, Event};
 
 /// The context of the watches of a [`Server`].
 pub struct Cluster {

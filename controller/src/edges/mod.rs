@@ -18,7 +18,7 @@ use prost::Message as _;
 use proto::get_edges_response::{Group as Message, Seen};
 
 use crate::authority::state::seconds;
-use crate::index::object::Pod;
+use crate::kinds::Pod;
 
 /// Days for which an edge is kept, including the day of its last report.
 const MAX_DAYS: i64 = 7;

@@ -5,7 +5,8 @@ use std::time::{Duration, UNIX_EPOCH};
 use proto::edge::Path;
 
 use super::*;
-use crate::index::object::{ContainerPort, Transport};
+use crate::kinds::pod::ContainerPort;
+use crate::kinds::service::Transport;
 
 const DAY: u64 = SECONDS_PER_DAY;
 

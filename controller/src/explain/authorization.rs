@@ -5,11 +5,12 @@ use std::collections::BTreeSet;
 use diy_mesh_proto::mesh::v1::get_authorization_response::Pod as Row;
 
 use crate::grpc::message;
-use crate::index::Index;
 use crate::index::limits::target_ports;
-use crate::index::object::{Pod, Resource, Transport};
 use crate::index::state::{Target, TargetKind};
-use crate::index::workload::workload;
+use crate::index::{Index, Resource};
+use crate::kinds::Pod;
+use crate::kinds::pod::workload::workload;
+use crate::kinds::service::Transport;
 use crate::object::Key;
 
 /// The pods that a name is about: those with a proxy that the Service selects, else the pod, else

@@ -6,8 +6,8 @@ use diy_mesh_proto::mesh::v1 as proto;
 use super::frames;
 use crate::index::endpoints::{Delta, Endpoint, Endpoints};
 use crate::index::state::{Target, TargetKind, Workload};
+use crate::kinds::route::attach::Table;
 use crate::object::Key;
-use crate::routes::attach::Table;
 
 /// A Service. One that does not exist has a name only and is marked as deleted.
 pub(super) fn service(key: &Key, known: Option<proto::Service>) -> proto::Service {

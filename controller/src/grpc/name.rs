@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use tonic::Status;
 
-use crate::index::object::Resource;
+use crate::index::Resource;
 use crate::object::Key;
 
 /// The length of a destination and of a version. The longest destination is an IPv6 address with a

@@ -301,8 +301,9 @@ impl RateLimiter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::catalog::Change;
     use crate::index::Touched;
-    use crate::index::object::{Change, Object, Pod};
+    use crate::kinds::{Object, Pod};
 
     fn pod(name: &str, uid: &str, addresses: &[&str]) -> Change {
         Change::Apply(Object::Pod(Pod {

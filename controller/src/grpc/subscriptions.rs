@@ -22,14 +22,13 @@ use tonic::Status;
 use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
 use super::{frames, message};
 use crate::hub::{Rejection, Resources};
-use crate::index::dependencies;
-use crate::index::object::Resource;
 use crate::index::position::{self, Position};
 use crate::index::state::{State, Target, TargetKind};
+use crate::index::{Resource, dependencies};
+use crate::kinds::policy::Side;
 use crate::metrics::Sent;
 use crate::object::PodRef;
 use crate::object::version::Version;
-use crate::policy::Side;
 use crate::quota::{Charge, MAX_SUBSCRIPTIONS, SUBSCRIPTION_BYTES};
 
 /// Longer parts of responses have a frame of their own, whose bytes all streams share.
@@ -497,10 +496,11 @@ mod tests {
     use prost::Message;
 
     use super::*;
+    use crate::catalog::claims::Subject;
+    use crate::catalog::{Change, Event};
     use crate::hub::Hub;
-    use crate::index::claims::Subject;
-    use crate::index::object::{Change, Event, Object};
     use crate::index::tests::Chance;
+    use crate::kinds::Object;
     use crate::object::{Key, Kind};
     use crate::quota::Quotas;
     use crate::status::statuses::Statuses as _;
@@ -927,7 +927,7 @@ mod tests {
             .collect();
         let limit = serde_json::json!({"name": "all", "requests": 7, "matches": matches});
         let limits = serde_json::json!({"rateLimits": [limit]});
-        Object::Policy(crate::policy::tests::policy("p", 0, limits))
+        Object::Policy(crate::kinds::policy::tests::policy("p", 0, limits))
     }
 
     fn own() -> proto::Subscribe {
@@ -1085,7 +1085,7 @@ mod tests {
             name: client.key.name.clone(),
             uid: client.uid.clone(),
         };
-        let policy = crate::policy::tests::policy("p", 0, limits);
+        let policy = crate::kinds::policy::tests::policy("p", 0, limits);
         let id = (Kind::TrafficPolicy, policy.key.clone());
         hub.apply([Object::Pod(client), Object::Policy(policy)].map(apply));
         let message = async || condition(&hub, &id).await;
@@ -1159,9 +1159,9 @@ mod tests {
 
     #[test]
     fn proxies_are_told_what_is_outside_and_what_pods_may_call_there() {
-        use crate::authorization::tests::policy;
-        use crate::index::object::Node;
         use crate::index::tests::{endpoint, service, slice};
+        use crate::kinds::Node;
+        use crate::kinds::authorization::tests::policy;
 
         let spec = serde_json::json!({
             "targetRefs": [{"kind": "Pod", "selector": {}}], "direction": "Outbound",

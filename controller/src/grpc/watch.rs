@@ -171,7 +171,7 @@ mod tests {
 
     use futures::StreamExt as _;
 
-    use crate::index::object::Change;
+    use crate::catalog::Change;
     use crate::index::tests::service_with_pods;
     use crate::quota::Quotas;
 

@@ -13,15 +13,15 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
 
 use super::{Hub, Lacking, Resources};
-use crate::authorization::smi;
+use crate::index::Resource;
 use crate::index::authorization::Covering;
-use crate::index::object::Resource;
 use crate::index::outcome::{Coverage, Outcome, Progress, Subject};
 use crate::index::state::{State, TargetKind};
+use crate::kinds::policy::{Side, Target};
+use crate::kinds::route::attach::Table;
+use crate::kinds::smi::traffic_target;
 use crate::object::version::Version;
 use crate::object::{Key, Kind, PodRef};
-use crate::policy::{Side, Target};
-use crate::routes::attach::Table;
 use crate::status::programmed::REVIEW_INTERVAL;
 
 /// The time between two reviews is this multiple of the time that a review takes, at least.
@@ -318,7 +318,7 @@ impl Hub {
 }
 
 fn of_authorization(key: Key) -> Subject {
-    let (kind, key) = smi::id(&key);
+    let (kind, key) = traffic_target::id(&key);
     let target = Target::Namespace(key.namespace.clone());
     Subject { kind, key, target }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use tokio::time::Instant;
 
 use super::Hub;
-use crate::authorization::keys::schedule::Schedule;
+use crate::kinds::authorization::keys::schedule::Schedule;
 use crate::object::issuer_keys::Source;
 use crate::object::{ObjectId, PodRef};
 
@@ -71,10 +71,11 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::authorization::tests::policy;
+    use crate::catalog::Change;
     use crate::index::authorization::MAX_SOURCES;
-    use crate::index::object::{Change, Object, Pod};
     use crate::index::tests::pod;
+    use crate::kinds::authorization::tests::policy;
+    use crate::kinds::{Object, Pod};
     use crate::object::{Key, Kind};
     use crate::status::statuses::Statuses;
 

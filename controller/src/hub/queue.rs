@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
-use crate::index::object::Resource;
+use crate::index::Resource;
 use crate::index::state::State;
 
 /// The pending notifications of a subscriber: each resource once, in order, with its latest state.

@@ -14,9 +14,8 @@ use super::history::History;
 use super::queue::Queue;
 use super::watched::{Resolved, Subscriber, Watched};
 use crate::index::locality::{Location, Scope};
-use crate::index::object::Resource;
 use crate::index::position::Position;
-use crate::index::{Index, Touched, link, unlink};
+use crate::index::{Index, Resource, Touched, link, unlink};
 use crate::object::{Key, PodRef};
 
 #[derive(Default)]

@@ -3,9 +3,11 @@
 use std::collections::HashMap;
 
 use super::*;
-use crate::index::object::{Change, Object, Pod, Resource};
+use crate::catalog::Change;
+use crate::index::Resource;
 use crate::index::state::State;
 use crate::index::tests::Chance;
+use crate::kinds::{Object, Pod};
 use crate::metrics::{Metrics, encode_times};
 
 fn pod(name: &str, ip: &str) -> Change {
@@ -315,7 +317,9 @@ async fn rollout_tells_each_pod_the_number_of_replicas_only_a_few_times() {
     let hub = Hub::default();
     hub.apply([
         set(Object::Service(crate::index::tests::service("web", &[]))),
-        set(Object::Policy(crate::policy::tests::policy("p", 0, limits))),
+        set(Object::Policy(crate::kinds::policy::tests::policy(
+            "p", 0, limits,
+        ))),
     ]);
     hub.apply((0..PODS).map(|number| replica(number, false)));
     let readers: Vec<_> = (0..PODS)
@@ -370,7 +374,9 @@ async fn events_of_others_do_not_delay_the_number_of_replicas() {
     let hub = Hub::default();
     hub.apply([
         Change::Apply(Object::Service(crate::index::tests::service("web", &[]))),
-        Change::Apply(Object::Policy(crate::policy::tests::policy("p", 0, limits))),
+        Change::Apply(Object::Policy(crate::kinds::policy::tests::policy(
+            "p", 0, limits,
+        ))),
     ]);
     hub.apply(["p0", "p1", "p2"].map(replica));
     let mut reader = hub.watch_resources(None);

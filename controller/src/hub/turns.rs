@@ -53,7 +53,7 @@ impl<T: Ord> Turns<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::index::object::Resource;
+    use crate::index::Resource;
 
     #[test]
     fn namespaces_take_turns() {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::index::object::{Change, Event};
+use crate::catalog::{Change, Event};
 use crate::index::{Index, Step};
 use crate::object::Kind;
 

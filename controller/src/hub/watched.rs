@@ -7,11 +7,10 @@ use std::sync::Arc;
 use super::acknowledgements::Acknowledged;
 use super::history::History;
 use super::queue::Queue;
-use crate::index::Index;
 use crate::index::locality::{Location, Scope};
-use crate::index::object::Resource;
 use crate::index::position::Position;
 use crate::index::state::State;
+use crate::index::{Index, Resource};
 
 /// The states of a resource in an index, by the location of clients within the scope.
 pub(super) struct Resolved {

@@ -18,16 +18,18 @@ pub use sources::{KeySources, MAX_SOURCES};
 
 use super::limits::target_ports;
 use super::links::{Dirty, Link, Links};
-use super::object::{Pod, Service};
 use super::routes::check_backend;
 use super::store::{Replaced, Store};
 use super::{Index, Touched};
-use crate::authorization::server::Server;
-use crate::authorization::smi::{self, Condition, Groups, TcpGroup, TrafficTarget, policy_key};
-use crate::authorization::{
+use crate::kinds::authorization::server::Server;
+use crate::kinds::authorization::{
     AuthorizationPolicy, Content, Direction, Effect, MAX_BYTES, MAX_POLICIES, Mode, Rules, Target,
     denying, keys, name,
 };
+use crate::kinds::smi::traffic_target::{
+    self, Condition, Groups, TcpGroup, TrafficTarget, policy_key,
+};
+use crate::kinds::{Pod, Service};
 use crate::object::issuer_keys::Source;
 use crate::object::version::Digest;
 use crate::object::{Key, Kind, ObjectStatus, PodRef, Rejection, TargetStatus};
@@ -244,7 +246,7 @@ impl Authorizations {
                 conditions,
             }
         });
-        let (kind, key) = smi::id(key);
+        let (kind, key) = traffic_target::id(key);
         Some(ObjectStatus {
             kind,
             key,
@@ -268,7 +270,7 @@ fn resolved_refs(
 }
 
 fn is_authored(key: &Key) -> bool {
-    smi::id(key).0 == Kind::Authorization
+    traffic_target::id(key).0 == Kind::Authorization
 }
 
 impl Groups for Index {

@@ -7,10 +7,9 @@
 
 use std::net::SocketAddr;
 
-use super::Index;
 use super::links::Link;
-use super::object::Resource;
 use super::state::Target;
+use super::{Index, Resource};
 use crate::object::{Key, Kind, ObjectId, TargetReference};
 
 /// Without a Service, and so without routes and policies. Any of these objects may change that.

@@ -14,7 +14,9 @@ use bytes::Bytes;
 use super::Index;
 use super::links::Link;
 use super::locality::{Area, Location};
-use super::object::{Pod, Service, Slice, SliceEndpoint, Transport};
+use crate::kinds::service::Transport;
+use crate::kinds::slice::SliceEndpoint;
+use crate::kinds::{Pod, Service, Slice};
 use crate::object::version::{Digest, Version};
 use crate::object::{Key, Kind};
 
@@ -521,11 +523,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::super::object::{Change, Object, Pod, Resource, ServicePort, SlicePort};
     use super::super::state::TargetKind;
     use super::super::tests::{endpoint, index, ip, pod, service, slice};
     use super::super::{Index, Touched};
     use super::*;
+    use crate::catalog::Change;
+    use crate::index::Resource;
+    use crate::kinds::service::ServicePort;
+    use crate::kinds::slice::SlicePort;
+    use crate::kinds::{Object, Pod};
 
     /// A Service with this many ports, and a slice with these endpoints at each.
     fn wide(ports: u16, endpoints: Vec<SliceEndpoint>) -> [Object; 2] {
@@ -680,7 +686,7 @@ mod tests {
                 panic!("a slice")
             };
             let key = Key::new("shop", &format!("web-{number}"));
-            Object::Slice(super::super::object::Slice { key, ..slice })
+            Object::Slice(crate::kinds::Slice { key, ..slice })
         };
         for (hints, expected) in [
             (Box::default(), 40_000..60_000),

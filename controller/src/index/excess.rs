@@ -1,47 +1,15 @@
-//! TCP ports of Services over the limit. States and tables are per port, so their size is the
-//! product of the number of ports and the number of routes, endpoints or clients. Pure.
-//!
-//! A Service keeps its first ports, and only the numbers of the others: clients that use them get
-//! an error, and never a connection in plaintext. Its author gets a condition.
-
-use std::collections::BTreeSet;
+//! The conditions of Services with TCP ports or endpoints over the limit. Pure.
 
 use super::endpoints::{MAX_BYTES, Room};
-use super::object::{Service, ServicePort, Transport};
+use crate::kinds::Service;
+use crate::kinds::service::excess::MAX_PORTS;
 use crate::object::{Condition, Key, TargetReference, TargetStatus};
 
-/// Ports of a Service. Kubernetes permits more.
-pub const MAX_PORTS: usize = 1000;
 /// The condition of a Service with ports over the limit.
 pub const APPLIES_TO_ALL_PORTS: &str = "diy-service-mesh.dev/AppliesToAllPorts";
 const TOO_MANY_PORTS: &str = "TooManyPorts";
 /// The condition of a Service with endpoints over the limit.
 const TOO_MANY_ENDPOINTS: &str = "TooManyEndpoints";
-
-/// The TCP ports of a Service over the limit, ascending.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Excess {
-    /// Never empty.
-    pub(super) ports: Box<[u16]>,
-    /// On each node.
-    pub(super) node_ports: Box<[u16]>,
-}
-
-/// Separates the ports over the limit. A Service with too many ports keeps only TCP ports: others
-/// are not redirected.
-pub fn split(mut ports: Vec<ServicePort>) -> (Vec<ServicePort>, Option<Box<Excess>>) {
-    if ports.len() > MAX_PORTS {
-        ports.retain(|port| port.protocol == Transport::Tcp);
-    }
-    let rest = ports.split_off(ports.len().min(MAX_PORTS));
-    let sorted = |ports: BTreeSet<u16>| ports.into_iter().collect();
-    let excess = || Excess {
-        ports: sorted(rest.iter().map(|port| port.port).collect()),
-        node_ports: sorted(rest.iter().filter_map(|port| port.node_port).collect()),
-    };
-    let excess = (!rest.is_empty()).then(|| Box::new(excess()));
-    (ports, excess)
-}
 
 /// The conditions of a Service over a limit, with the room of its ports if they have too little.
 pub(super) fn status(service: &Service, room: Option<&Room>) -> Option<TargetStatus> {
@@ -94,11 +62,16 @@ mod tests {
     use std::net::SocketAddr;
 
     use super::super::locality::Location;
-    use super::super::object::{Change, Node, Object, Resource, Slice, SlicePort};
     use super::super::state::{State, TargetKind};
     use super::super::tests::{endpoint, index, ip, key, pod, service, slice};
     use super::super::{Index, Touched};
     use super::*;
+    use crate::catalog::Change;
+    use crate::index::Resource;
+    use crate::kinds::service::excess::split;
+    use crate::kinds::service::{ServicePort, Transport};
+    use crate::kinds::slice::SlicePort;
+    use crate::kinds::{Node, Object, Slice};
 
     /// A Service with these TCP ports, each with a node port. Port N is at 10000 + N of its pods.
     fn wide(name: &str, ports: impl Iterator<Item = u16>) -> Service {

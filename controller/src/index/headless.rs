@@ -7,11 +7,12 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::Index;
-use super::object::{Pod, Service, ServicePort};
 use super::policies::mark_target;
+use crate::kinds::policy::{Effective, Target};
+use crate::kinds::service::ServicePort;
+use crate::kinds::{Pod, Service};
 use crate::object::condition::{APPLIES_TO_ALL_PODS, OLDER_SERVICE};
 use crate::object::{Condition, Key, Kind, ObjectStatus, TargetReference};
-use crate::policy::{Effective, Target};
 
 /// Names of Services, and of pods, in one condition.
 const MAX_NAMES: usize = 4;

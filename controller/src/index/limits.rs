@@ -8,11 +8,12 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1 as proto;
 use prost::Message;
 
-use super::object::{Pod, Service, ServicePort, TargetPort, Transport};
 use super::store::Store;
 use super::{Index, Touched};
+use crate::kinds::policy::{Side, Target};
+use crate::kinds::service::{ServicePort, TargetPort, Transport};
+use crate::kinds::{Pod, Service};
 use crate::object::Key;
-use crate::policy::{Side, Target};
 
 /// Services whose limits a pod has at most: the oldest ones. A proxy does not accept more than 256
 /// limits with 1,000 regular expressions.
@@ -194,7 +195,7 @@ pub(crate) fn target_ports<'a>(
         TargetPort::Number(number) => Some(*number),
         TargetPort::Name(name) => {
             let mut declared = pod.inbound.ports.iter();
-            let is_target = |one: &&super::object::ContainerPort| {
+            let is_target = |one: &&crate::kinds::pod::ContainerPort| {
                 *one.name == **name && one.protocol == Transport::Tcp
             };
             declared.find(is_target).map(|one| one.port)

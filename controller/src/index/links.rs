@@ -6,14 +6,14 @@ use std::hash::{BuildHasher, RandomState};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use super::object::{Node, Pod, Service, Slice};
-use crate::authorization::smi::{TcpGroup, TrafficTarget};
-use crate::authorization::{self, AuthorizationPolicy};
+use crate::kinds::authorization::{self, AuthorizationPolicy};
+use crate::kinds::mesh::Mesh;
+use crate::kinds::policy::{Policy, Target};
+use crate::kinds::route::model::{Grant, Route};
+use crate::kinds::smi::split::{RouteGroup, Split};
+use crate::kinds::smi::traffic_target::{TcpGroup, TrafficTarget};
+use crate::kinds::{Node, Pod, Service, Slice};
 use crate::object::{Key, Kind, ObjectId};
-use crate::policy::{Policy, Target};
-use crate::routes::mesh::Mesh;
-use crate::routes::model::{Grant, Route};
-use crate::routes::smi::{RouteGroup, Split};
 
 /// The number of maps of links.
 const SHARDS: usize = 256;

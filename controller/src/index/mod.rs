@@ -5,7 +5,6 @@
 //! change depends on the affected objects, not on the size of the cluster.
 
 pub mod authorization;
-pub mod claims;
 pub mod dependencies;
 pub mod endpoints;
 pub mod excess;
@@ -13,16 +12,15 @@ mod headless;
 pub(crate) mod limits;
 mod links;
 pub mod locality;
-pub mod object;
 pub mod outcome;
 mod policies;
 pub mod position;
 mod resolve;
+mod resource;
 mod routes;
 pub mod state;
 mod store;
 mod view;
-pub mod workload;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::hash::Hash;
@@ -30,22 +28,24 @@ use std::net::IpAddr;
 use std::ops::Bound;
 use std::sync::Arc;
 
+use crate::catalog::{Change, Event};
+use crate::kinds::{Node, Object, Pod, Service, Slice};
 use crate::object::{Key, Kind, ObjectId, ObjectStatus, PodRef, Withheld};
 use authorization::Authorizations;
 use endpoints::Room;
 use headless::Headless;
 use limits::Limits;
 use links::{Dirty, Link, Links};
-use object::{Change, Event, Node, Object, Pod, Service, Slice};
 use policies::Policies;
 use position::{History, Position, Progress};
 use routes::Routes;
 use store::{Replaced, Store, put};
 
-use crate::authorization::smi::policy_key;
+use crate::kinds::mesh::Mesh;
+use crate::kinds::policy::Target;
+use crate::kinds::smi::traffic_target::policy_key;
 use crate::object::kind::Report;
-use crate::policy::Target;
-use crate::routes::mesh::Mesh;
+pub use resource::Resource;
 
 /// The objects of the catalog and their references.
 #[derive(Debug, Default)]

@@ -9,9 +9,9 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::limits::{MAX_BYTES, MAX_SERVICES};
-use crate::authorization;
+use crate::kinds::authorization;
+use crate::kinds::policy::Target;
 use crate::object::{Key, Kind};
-use crate::policy::Target;
 
 /// Names of pods, and reasons, in a message.
 const MAX_NAMES: usize = 10;

@@ -10,11 +10,11 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1 as proto;
 
 use super::links::{Dirty, Link, Links};
-use super::object::Service;
 use super::store::{Replaced, Store, put};
+use crate::kinds::Service;
+use crate::kinds::policy::{Effective, Policy, Requests, Settings, Side, Target};
+use crate::kinds::route::attach::Table;
 use crate::object::{Key, Kind, ObjectId, ObjectStatus, TargetStatus};
-use crate::policy::{Effective, Policy, Requests, Settings, Side, Target};
-use crate::routes::attach::Table;
 
 /// The policies, by everything that they depend on.
 #[derive(Debug, Default)]

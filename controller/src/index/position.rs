@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 
-use super::claims::Subject;
+use crate::catalog::claims::Subject;
 use crate::object::Kind;
 
 const KINDS: usize = Kind::ALL.len();

@@ -4,18 +4,20 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use super::Index;
 use super::endpoints::{Endpoint, Endpoints};
-use super::excess::MAX_PORTS;
 use super::headless::oldest;
 use super::links::Link;
 use super::locality::{Area, Location, Scope};
-use super::object::{Pod, PodReference, Resource, Service, ServicePort, Slice};
 use super::state::{State, Target, TargetKind, Workload};
-use crate::authorization::Direction;
+use super::{Index, Resource};
+use crate::kinds::authorization::Direction;
+use crate::kinds::policy::Effective;
+use crate::kinds::route::attach::Table;
+use crate::kinds::service::ServicePort;
+use crate::kinds::service::excess::MAX_PORTS;
+use crate::kinds::slice::PodReference;
+use crate::kinds::{Pod, Service, Slice};
 use crate::object::Key;
-use crate::policy::Effective;
-use crate::routes::attach::Table;
 
 /// Ports of a Service in an error message.
 const MAX_NAMED_PORTS: usize = 100;

@@ -13,19 +13,19 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1::ExternalBackend;
 
 use super::links::{Dirty, Link, Links};
-use super::object::Service;
 use super::policies::Policies;
 use super::store::{Replaced, Store, put};
-use crate::authorization::Rules;
+use crate::kinds::Service;
+use crate::kinds::authorization::Rules;
+use crate::kinds::route::attach::{Attachment, Table, attach};
+use crate::kinds::route::backend::{Backend, External};
+use crate::kinds::route::canary::Canaries;
+use crate::kinds::route::model::{Grant, Reference, Route};
+use crate::kinds::smi::split::{RouteGroup, Split};
 use crate::object::condition::{BACKEND_NOT_FOUND, INVALID_KIND, REF_NOT_PERMITTED};
 use crate::object::{
     Condition, Key, Kind, ObjectId, ObjectStatus, Rejection, TargetReference, TargetStatus,
 };
-use crate::routes::attach::{Attachment, Table, attach};
-use crate::routes::backend::{Backend, External};
-use crate::routes::canary::Canaries;
-use crate::routes::model::{Grant, Reference, Route};
-use crate::routes::smi::{RouteGroup, Split};
 
 /// The parents in the status of a host. Kubernetes rejects more.
 const MAX_PARENTS: usize = 32;

@@ -9,11 +9,11 @@ use super::authorization::Authorization;
 #[cfg(test)]
 use super::endpoints::Delta;
 use super::endpoints::Endpoints;
-use super::object::Inbound;
 use super::position::Position;
+use crate::kinds::pod::Inbound;
+use crate::kinds::route::attach::Table;
 use crate::object::Key;
 use crate::object::version::{self, Digest, Version};
-use crate::routes::attach::Table;
 
 /// The state of a resource.
 #[derive(Clone, Debug)]

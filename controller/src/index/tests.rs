@@ -12,21 +12,21 @@ use serde_json::{Value, json};
 
 use super::endpoints::{Delta, Endpoint};
 use super::locality::{Area, Location, Scope};
-use super::object::{
-    Canary, Inbound, PodReference, Resource, ServicePort, SliceEndpoint, SlicePort, TargetPort,
-    Transport,
-};
 use super::state::{State, Update};
-use super::*;
-use crate::authorization::{self, AuthorizationPolicy};
+use super::{Resource, *};
+use crate::kinds::authorization::{self, AuthorizationPolicy};
+use crate::kinds::mesh::Mesh;
+use crate::kinds::pod::Inbound;
+use crate::kinds::policy::{self, Policy};
+use crate::kinds::route::backend::backend;
+use crate::kinds::route::model::{Grant, Route};
+use crate::kinds::route::parse;
+use crate::kinds::service::{Canary, ServicePort, TargetPort, Transport, excess};
+use crate::kinds::slice::{PodReference, SliceEndpoint, SlicePort};
+use crate::kinds::smi::{split, traffic_target};
 use crate::object::condition::UNSUPPORTED_VALUE;
 use crate::object::fields::NULL;
 use crate::object::{Meta, Rejection, TargetReference};
-use crate::policy::{self, Policy};
-use crate::routes::backend::backend;
-use crate::routes::mesh::Mesh;
-use crate::routes::model::{Grant, Route};
-use crate::routes::{parse, smi};
 
 pub(crate) fn key(name: &str) -> Key {
     Key::new("shop", name)
@@ -1141,14 +1141,14 @@ impl Chance {
                 let service = self.one(&Self::SERVICES);
                 let spec = json!({"service": service, "backends": backends, "matches": groups});
                 let spec = spec.to_string();
-                Object::Split(smi::split(self.meta(kind, &spec), &spec).unwrap())
+                Object::Split(split::split(self.meta(kind, &spec), &spec).unwrap())
             }
             Kind::RouteGroup => {
                 let path = self.one(&["/a", "/b.*", "("]);
                 let spec = json!({"matches": [{"name": "m", "pathRegex": path, "methods": ["GET", "PUT"]}]}).to_string();
                 let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"]));
                 let meta = self.meta(kind, &spec);
-                Object::RouteGroup(smi::group(Meta { key, ..meta }, &spec).unwrap())
+                Object::RouteGroup(split::group(Meta { key, ..meta }, &spec).unwrap())
             }
             Kind::Grant => Object::Grant(Grant {
                 key: Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"])),
@@ -1183,13 +1183,13 @@ impl Chance {
                 let key = Key::new(namespace, self.one(&["t1", "t2"]));
                 let meta = self.meta(kind, &spec);
                 let meta = Meta { key, ..meta };
-                Object::TrafficTarget(authorization::smi::target(meta, &spec, "cluster.local"))
+                Object::TrafficTarget(traffic_target::target(meta, &spec, "cluster.local"))
             }
             Kind::TcpGroup => {
                 let spec = json!({"matches": {"ports": [self.one(&["80", "81"]).parse::<u16>().unwrap()]}}).to_string();
                 let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"]));
                 let meta = self.meta(kind, &spec);
-                Object::TcpGroup(authorization::smi::tcp(Meta { key, ..meta }, &spec))
+                Object::TcpGroup(traffic_target::tcp(Meta { key, ..meta }, &spec))
             }
             Kind::Mesh => {
                 let controller = self.one(&["diy-service-mesh.dev/controller", "example.net/x"]);

@@ -7,7 +7,9 @@ use diy_mesh_proto::mesh::v1 as proto;
 use proto::service::{Canary, Endpoint, Port};
 
 use super::Index;
-use super::object::{Service, ServicePort, Slice, SliceEndpoint, TargetPort};
+use crate::kinds::service::{ServicePort, TargetPort};
+use crate::kinds::slice::SliceEndpoint;
+use crate::kinds::{Service, Slice};
 use crate::object::Key;
 
 /// Ports of one endpoint. A slice has up to 1,000 endpoints that share its ports, a message does

@@ -100,8 +100,8 @@ impl Exchange {
 mod tests {
     use super::*;
     use crate::index::outcome::Outcome;
+    use crate::kinds::policy::Target;
     use crate::object::{Key, Kind};
-    use crate::policy::Target;
 
     fn subject(number: usize) -> Subject {
         let key = Key::new("shop", &format!("policy-{number:05}"));

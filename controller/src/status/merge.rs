@@ -9,10 +9,10 @@ use kube::core::DynamicObject;
 use serde_json::{Map, Value, json};
 
 use super::programmed::PROGRAMMED;
-use crate::authorization::keys;
+use crate::kinds::authorization::keys;
+use crate::kinds::mesh::FEATURES;
 use crate::object::status::CONTROLLER_NAME;
 use crate::object::{Condition, Kind, ObjectStatus, TargetStatus};
-use crate::routes::mesh::FEATURES;
 
 /// The API server accepts 32 KiB.
 const MAX_MESSAGE_BYTES: usize = 2048;

@@ -14,8 +14,8 @@ use tokio::time::Instant;
 use crate::replicas::exchange::Exchange;
 
 use crate::index::outcome::{Coverage, Exceptions, Outcome, Progress, Subject, shown};
+use crate::kinds::policy::Target;
 use crate::object::{Condition, Kind, ObjectId, ObjectStatus};
-use crate::policy::Target;
 
 /// The type of the condition.
 pub const PROGRAMMED: &str = "diy-service-mesh.dev/Programmed";

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use diy_mesh_control_plane::pods::{Container, ContainerStatus};
-use diy_mesh_controller::index::workload as index;
+use diy_mesh_controller::kinds::pod::workload as index;
 use diy_mesh_injector::annotations::INJECT;
 use diy_mesh_injector::config::Settings;
 use diy_mesh_injector::containers::ADMIN_PORT_FLAG;

@@ -2,11 +2,9 @@
 //! Pure.
 
 use anyhow::{Context as _, Result, bail};
-use diy_mesh_controller::{
-    authorization::{self, Direction, Effect, Mode},
-    catalog,
-    index::object::Object,
-};
+use diy_mesh_controller::catalog;
+use diy_mesh_controller::kinds::Object;
+use diy_mesh_controller::kinds::authorization::{self, Direction, Effect, Mode};
 use diy_mesh_model::identity::TRUST_DOMAIN;
 use diy_mesh_proto::mesh::v1::{AuthorizationPolicy, authorization_policy::Action};
 use serde_json::Value;

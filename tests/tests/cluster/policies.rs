@@ -9,7 +9,7 @@ use diy_mesh_tests::cluster::{
 use rejections::{Rejected, rejections};
 use serde_json::{Value, json};
 
-#[path = "../../../controller/src/policy/tests/rejections.rs"]
+#[path = "../../../controller/src/kinds/policy/tests/rejections.rs"]
 mod rejections;
 
 fn policy(name: &str, section: &Value) -> Value {

@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 use super::super::state::Fields;
 use super::super::testing::start;
 use super::*;
-use crate::index::object::Change;
+use crate::catalog::Change;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const HOUR: i64 = 3600;

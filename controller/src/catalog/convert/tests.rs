@@ -1,7 +1,7 @@
 //! Conversions of objects as Kubernetes writes them.
 
 use super::*;
-use crate::index::object::ContainerPort;
+use crate::kinds::pod::ContainerPort;
 
 fn read<T: for<'de> serde::Deserialize<'de>>(yaml: &str) -> T {
     serde_yaml_ng::from_str(yaml).expect("the test's YAML is right")

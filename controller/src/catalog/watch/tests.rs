@@ -6,7 +6,7 @@ use super::super::objects::Objects;
 use super::super::resources::{MAX_OBJECT_BYTES, resources};
 use super::super::testing::{Server, event, failure, list};
 use super::*;
-use crate::index::claims::Subject;
+use crate::catalog::claims::Subject;
 use crate::object::Kind;
 
 /// Requests that hang are abandoned soon; other requests that exceed this are repeated.

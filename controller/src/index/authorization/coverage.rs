@@ -7,9 +7,9 @@ use diy_mesh_proto::mesh::v1::authorization_policy::Action;
 
 use super::super::Index;
 use super::super::links::Link;
-use super::super::object::Pod;
-use crate::authorization::{AuthorizationPolicy, Direction, Mode, Rules, Target};
 use crate::index::outcome::{Coverage, Outcome, shown};
+use crate::kinds::Pod;
+use crate::kinds::authorization::{AuthorizationPolicy, Direction, Mode, Rules, Target};
 use crate::object::Key;
 
 /// The coverage of a policy while the pods are counted.

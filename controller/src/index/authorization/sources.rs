@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use crate::authorization::AuthorizationPolicy;
+use crate::kinds::authorization::AuthorizationPolicy;
 use crate::object::issuer_keys::Source;
 use crate::object::{Key, Kind, ObjectId};
 

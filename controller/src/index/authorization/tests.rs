@@ -8,11 +8,13 @@ use prost::Message;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::authorization::tests::policy;
-use crate::index::Touched;
-use crate::index::object::{Change, Object, Resource, TargetPort};
+use crate::catalog::Change;
 use crate::index::state::{State, TargetKind};
 use crate::index::tests::{key, pod, service};
+use crate::index::{Resource, Touched};
+use crate::kinds::Object;
+use crate::kinds::authorization::tests::policy;
+use crate::kinds::service::TargetPort;
 use crate::object::Condition;
 
 /// The namespace of the mesh.

@@ -3,14 +3,15 @@
 use serde_json::json;
 
 use super::*;
-use crate::index::object::{Change, Object, Slice};
+use crate::catalog::Change;
 use crate::index::tests::{Chance, endpoint, index, key, pod, service, slice};
 use crate::index::{Index, Touched};
+use crate::kinds::policy::tests::policy;
+use crate::kinds::route::backend::{KINDS, backend};
+use crate::kinds::route::model::Route;
+use crate::kinds::route::tests::{route, route_of};
+use crate::kinds::{Object, Slice};
 use crate::object::Meta;
-use crate::policy::tests::policy;
-use crate::routes::backend::{KINDS, backend};
-use crate::routes::model::Route;
-use crate::routes::tests::{route, route_of};
 
 /// Whether the status of a route may have changed.
 fn change(index: &mut Index, change: Change) -> bool {
@@ -261,7 +262,7 @@ fn of_two_ports_of_a_service_for_one_port_of_a_pod_the_first_one_decides() {
         Object::Slice(same),
         Object::Route(route),
     ]);
-    let destination = crate::index::object::Resource::Destination("10.0.0.1:8080".parse().unwrap());
+    let destination = crate::index::Resource::Destination("10.0.0.1:8080".parse().unwrap());
     let (_, state) = index.resolve(&destination, &Default::default());
     assert!(state.target.unwrap().routes.is_some());
     assert_eq!(older(&index), []);

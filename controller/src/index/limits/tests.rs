@@ -3,12 +3,15 @@
 use serde_json::json;
 
 use super::*;
+use crate::catalog::Change;
+use crate::index::Resource;
 use crate::index::locality::Location;
-use crate::index::object::{Change, ContainerPort, Node, Object, Resource};
 use crate::index::state::{TargetKind, Workload};
 use crate::index::tests::{endpoint, index, key, pod, service, slice};
+use crate::kinds::pod::ContainerPort;
+use crate::kinds::policy::tests::{policy, policy_for};
+use crate::kinds::{Node, Object};
 use crate::object::Kind;
-use crate::policy::tests::{policy, policy_for};
 
 fn apply(index: &mut Index, object: Object) -> Touched {
     let mut touched = Touched::default();
@@ -29,7 +32,7 @@ fn ready(name: &str) -> Pod {
     };
     Pod {
         ready: true,
-        inbound: crate::index::object::Inbound {
+        inbound: crate::kinds::pod::Inbound {
             ports: [http].into(),
             ..Default::default()
         },

@@ -3,13 +3,14 @@
 use serde_json::{Value, json};
 
 use super::*;
+use crate::catalog::Change;
 use crate::index::locality::Location;
-use crate::index::object::{Change, Object, Resource};
 use crate::index::state::{State, Target as StateTarget};
 use crate::index::tests::{Chance, endpoint, index, ip, key, pod, service, slice};
-use crate::index::{Index, Touched};
-use crate::policy::tests::{policy, policy_for};
-use crate::routes::tests::{route, route_of};
+use crate::index::{Index, Resource, Touched};
+use crate::kinds::Object;
+use crate::kinds::policy::tests::{policy, policy_for};
+use crate::kinds::route::tests::{route, route_of};
 
 fn apply(index: &mut Index, object: Object) -> Touched {
     let mut touched = Touched::default();
@@ -233,7 +234,10 @@ fn requests_that_no_route_concerns_have_a_rule_to_the_destination() {
         assert_eq!(rule.backends[0].name, format!("shop/web:{port}"));
         assert_eq!(rule.request_timeout, 5_000);
         assert_eq!(table.matches.len(), 1);
-        assert_eq!(*table.matches[0].1, crate::routes::model::Match::default());
+        assert_eq!(
+            *table.matches[0].1,
+            crate::kinds::route::model::Match::default()
+        );
     }
 }
 

@@ -3,12 +3,13 @@
 use serde_json::json;
 
 use super::*;
+use crate::catalog::Change;
 use crate::index::locality::Location;
-use crate::index::object::{Change, Object, Resource, Slice};
 use crate::index::state::{State, Target};
 use crate::index::tests::{Chance, endpoint, index, ip, key, pod, service, slice};
-use crate::index::{Index, Touched};
-use crate::routes::tests::{route, route_of};
+use crate::index::{Index, Resource, Touched};
+use crate::kinds::route::tests::{route, route_of};
+use crate::kinds::{Object, Slice};
 
 mod backends;
 
@@ -39,7 +40,7 @@ fn routes_apply_at_every_address_of_a_service() {
     let mut web = service("web", &["10.96.0.7", "fd00::7"]);
     web.external_ips = vec![ip("192.0.2.7")];
     web.ports[0].node_port = Some(30080);
-    let node = crate::index::object::Node {
+    let node = crate::kinds::Node {
         key: Key::new("", "n1"),
         addresses: vec![ip("10.1.0.1")],
         unready: false,

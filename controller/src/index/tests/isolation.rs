@@ -5,12 +5,14 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 
 use super::super::locality::Location;
-use super::super::object::{Change, Object, Resource, Service};
 use super::super::state::{State, TargetKind};
 use super::super::{Index, Touched};
 use super::{Chance, index, key};
+use crate::catalog::Change;
+use crate::index::Resource;
+use crate::kinds::policy::Target;
+use crate::kinds::{Object, Service};
 use crate::object::{Key, Kind};
-use crate::policy::Target;
 
 const HOSTILE: &str = "other";
 
@@ -181,7 +183,7 @@ fn object_changes_connections_to_its_own_services_only() {
                     object.kind(),
                     object.key()
                 );
-                let is_consumer = |route: &crate::routes::model::Route| {
+                let is_consumer = |route: &crate::kinds::route::model::Route| {
                     concerned
                         .iter()
                         .all(|key| key.namespace != route.key.namespace)

@@ -10,9 +10,8 @@ use tokio::time::timeout;
 use diy_mesh_control_plane::events::Queue;
 
 use super::*;
-use crate::catalog::{parse, resource};
+use crate::catalog::{Change, parse, resource};
 use crate::hub::Hub;
-use crate::index::object::Change;
 use crate::object::Condition;
 use crate::object::condition::APPLIES_TO_ALL_PODS;
 use crate::object::status::CONTROLLER_NAME;

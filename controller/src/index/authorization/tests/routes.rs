@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::index::dependencies::kinds;
-use crate::routes::tests::{route, route_of};
+use crate::kinds::route::tests::{route, route_of};
 
 /// Another Service in `shop` for pods with this label, with this target port.
 fn other(name: &str, app: &str, target: u16) -> Service {
@@ -117,7 +117,8 @@ fn routes_of_all_services_of_a_pod_apply_and_after_its_policies() {
         json!([{"filters": [filter("shop")], "backendRefs": [{"name": "second", "port": 80}]}]);
     let parent = json!([{"group": "", "kind": "Service", "name": "second"}]);
     let spec = json!({"parentRefs": parent, "rules": second});
-    let second = crate::routes::tests::parse_state(Kind::HttpRoute, key("s"), 0, ("", 1), spec);
+    let second =
+        crate::kinds::route::tests::parse_state(Kind::HttpRoute, key("s"), 0, ("", 1), spec);
     let index = index([
         auth(),
         Object::Service(web(8080)),
@@ -145,7 +146,7 @@ fn routes_of_all_services_of_a_pod_apply_and_after_its_policies() {
 #[test]
 fn ports_with_the_same_routes_are_one_policy() {
     let mut two = web(8080);
-    two.ports.push(crate::index::object::ServicePort {
+    two.ports.push(crate::kinds::service::ServicePort {
         name: "admin".into(),
         port: 81,
         target: TargetPort::Number(8081),
@@ -192,7 +193,7 @@ fn server_of_another_namespace_requires_a_grant() {
         (resolved.holds, resolved.reason),
         (false, "RefNotPermitted")
     );
-    let grant = crate::routes::model::Grant {
+    let grant = crate::kinds::route::model::Grant {
         key: Key::new("iam", "g"),
         from: vec![(Kind::HttpRoute, "shop".into())],
         to: vec![None],

@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::catalog::parse;
-use crate::routes::backend::KINDS;
+use crate::kinds::route::backend::KINDS;
 
 const WEB: &str = "10.96.0.7:80";
 

@@ -1,8 +1,9 @@
 //! The condition of AuthorizationPolicies: the proxies that enforce them.
 
 use super::*;
-use crate::authorization::tests::policy as authorization;
-use crate::index::object::{ContainerPort, Transport};
+use crate::kinds::authorization::tests::policy as authorization;
+use crate::kinds::pod::ContainerPort;
+use crate::kinds::service::Transport;
 
 /// A policy for all pods of `shop`.
 fn of_shop(name: &str, rules: Value) -> Object {
