@@ -5,7 +5,6 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use diy_mesh_controller::catalog::Change;
-use diy_mesh_controller::hub::{Hub, Resources};
 use diy_mesh_controller::index::Resource;
 use diy_mesh_controller::kinds::authorization::parse;
 use diy_mesh_controller::kinds::pod::Inbound;
@@ -15,6 +14,7 @@ use diy_mesh_controller::kinds::service::{ServicePort, TargetPort, Transport};
 use diy_mesh_controller::kinds::slice::{PodReference, SliceEndpoint, SlicePort};
 use diy_mesh_controller::kinds::{Object, Pod, Service, Slice};
 use diy_mesh_controller::object::{Key, Kind, Meta, PodRef};
+use diy_mesh_controller::publish::{Hub, Resources};
 use serde_json::json;
 
 const SERVICES: u32 = 5_000;

@@ -1,9 +1,11 @@
 //! The controller: discovery and certificates for proxies, over gRPC.
 //!
-//! The path of a change: [`catalog`] (Kubernetes, or files) sends it, [`index`] (pure) determines
-//! the affected destinations, [`hub`] notifies their subscribers, [`grpc`] sends responses at the
-//! pace of each client. [`authenticate`] precedes every call. The controller stores only its
-//! certificate authority, and what pods were called by ([`edges`]); all replicas respond alike.
+//! The path of a change: [`catalog`] (Kubernetes, or files) sends an object of [`kinds`], [`index`]
+//! (pure) determines the affected destinations, [`publish`] notifies their subscribers, [`grpc`]
+//! sends responses at the pace of each client, and [`status`] tells the authors of objects what
+//! applies. [`authenticate`] precedes every call. The controller stores only its certificate
+//! authority, and what pods were called by ([`edges`]); all replicas respond alike, by what they
+//! tell each other ([`replicas`]).
 //!
 //! The path of a certificate: [`serving`] (TLS), [`grpc`] authenticates the pod, [`issuer`] (pure)
 //! signs with the current CA of [`authority`]. [`proxies`] lists the connected proxies and their
@@ -16,20 +18,22 @@ pub mod catalog;
 pub mod config;
 pub mod edges;
 pub mod explain;
+mod fetch;
 pub mod file;
 pub mod grpc;
-pub mod hub;
 pub mod index;
 pub mod kinds;
 pub mod metrics;
 pub mod object;
 pub mod proxies;
+pub mod publish;
 pub mod quota;
 pub mod replicas;
+mod scrape;
 pub mod serving;
 pub mod status;
+mod unix_time;
 
-use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -41,7 +45,6 @@ use diy_mesh_model::identity;
 use diy_mesh_runtime::{Admin, Readiness, listen, raise_max_open_files};
 use futures::FutureExt;
 use futures::future::{BoxFuture, FusedFuture};
-use prometheus_client::encoding::DescriptorEncoder;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -53,13 +56,14 @@ use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use edges::Edges;
-use hub::Hub;
-use kinds::authorization::keys::fetch::{Allowed, Fetcher};
+use fetch::{Allowed, Fetcher};
 use metrics::Metrics;
 use object::Kind;
 use object::kind::Report;
 use proxies::Proxies;
+use publish::Hub;
 use quota::Quotas;
+use scrape::Sources;
 use serving::{Names, Serving};
 use status::lease::Election;
 use status::writer::Writer;
@@ -349,32 +353,6 @@ fn add_conditions(
     });
     let freshness = freshness.clone();
     readiness.check("catalog updates", move || freshness.stale());
-}
-
-/// The sources of the measurements for each scrape.
-struct Sources {
-    hub: Hub,
-    freshness: Freshness,
-    authority: AuthorityHandle,
-    quotas: Quotas,
-    edges: Edges,
-    readiness: Readiness,
-    changes: mpsc::WeakSender<Event>,
-    events: Events,
-}
-
-impl Sources {
-    fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        metrics::encode_counts(&self.hub, encoder)?;
-        metrics::encode_times(&self.hub, encoder)?;
-        metrics::encode_queues(&self.hub, &self.changes, &self.events, encoder)?;
-        metrics::encode_charged(&self.quotas, encoder)?;
-        metrics::encode_edges(&self.edges, encoder)?;
-        metrics::encode_ages(&self.freshness, encoder)?;
-        metrics::encode_ready(&self.readiness, encoder)?;
-        let (status, time) = (self.authority.status(), self.authority.clock().verdict());
-        authority::status::encode_metrics(&status, time, encoder)
-    }
 }
 
 /// The writer of statuses, and the election among the replicas. `None` without a cluster.

@@ -16,10 +16,10 @@ use diy_mesh_controller::authority::{
     self, AuthorityHandle, Options, Roots, Storage, TrustSender, self_signed,
 };
 use diy_mesh_controller::catalog::Change;
-use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::kinds::{Object, Pod};
 use diy_mesh_controller::object::{Key, Kind, PodRef};
 use diy_mesh_controller::proxies::{ConnectedGuard, Proxies};
+use diy_mesh_controller::publish::Hub;
 use diy_mesh_proto::mesh::v1::ProxyStatus;
 use diy_mesh_testkit::authority::ca;
 use diy_mesh_testkit::wait::{eventually, soon};

@@ -19,10 +19,10 @@ use diy_mesh_controller::authority::{
     self, AuthorityHandle, Options, Roots, Storage, events, self_signed,
 };
 use diy_mesh_controller::catalog::Change;
-use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::kinds::{Object, Pod};
 use diy_mesh_controller::object::{Key, Kind, PodRef};
 use diy_mesh_controller::proxies::Proxies;
+use diy_mesh_controller::publish::Hub;
 use diy_mesh_proto::mesh::v1::ProxyStatus;
 use diy_mesh_testkit::wait::{eventually, soon};
 use futures::FutureExt;

@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use diy_mesh_controller::catalog::claims::{Claims, Subject};
 use diy_mesh_controller::catalog::{Change, Event, epoch};
-use diy_mesh_controller::hub::{Hub, Resources};
 use diy_mesh_controller::index::position::Known;
 use diy_mesh_controller::index::state::State;
 use diy_mesh_controller::index::{Resource, dependencies};
@@ -19,6 +18,7 @@ use diy_mesh_controller::kinds::slice::{SliceEndpoint, SlicePort};
 use diy_mesh_controller::kinds::{Object, Service, Slice};
 use diy_mesh_controller::object::version::Version;
 use diy_mesh_controller::object::{Key, Kind};
+use diy_mesh_controller::publish::{Hub, Resources};
 use diy_mesh_proxy::discovery::position::{MAX_REFUSAL, Order, Position};
 use tokio::time::{Instant, advance};
 

@@ -10,10 +10,11 @@ use tokio::sync::watch;
 
 use super::publish::PublishStatus;
 use super::publish::config_maps::CONFIG_MAP;
-use super::state::{Phase, seconds};
+use super::state::Phase;
 use super::status::Status;
 use super::store::kubernetes::SECRET;
 use crate::status::events::reference;
+use crate::unix_time::seconds;
 
 /// Time in one phase of a rotation until it counts as stuck, and between its events, in seconds.
 const MAX_PHASE_DURATION: u64 = 3600;

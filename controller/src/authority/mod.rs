@@ -28,9 +28,9 @@ use rustls::pki_types::pem::PemObject;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::hub::Hub;
 use crate::issuer::{self, Issuer, SignError, hex, pem};
 use crate::proxies::Proxies;
+use crate::publish::Hub;
 use publish::{Publication, PublishStatus, config_maps};
 use reconcile::Reconciler;
 use rotation::RotationPolicy;

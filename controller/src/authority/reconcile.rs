@@ -24,17 +24,18 @@ use tokio_util::sync::CancellationToken;
 
 use super::publish::PublishStatus;
 use super::rotation::{RotationPolicy, Step};
-use super::state::{CaState, Phase, fields_digest, seconds};
+use super::state::{CaState, Phase, fields_digest};
 use super::status::StatusSender;
 use super::store::{Store, StoreError, Stored, Written};
 use super::{Roots, Trust, TrustSender};
-use crate::hub::Hub;
 use crate::object::Kind;
 use crate::proxies::Proxies;
+use crate::publish::Hub;
 use crate::replicas::exchange::Page;
 use crate::replicas::reports::{
     Agreement, BoundedNames, END, Liveness, Observation, Pods, Report, bounded, pod_digest,
 };
+use crate::unix_time::seconds;
 
 /// Interval of reports during a rotation.
 const ROTATION_REPORT_INTERVAL: Duration = Duration::from_secs(2);

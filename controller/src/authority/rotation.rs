@@ -20,9 +20,10 @@ use std::time::{Duration, SystemTime};
 use diy_mesh_control_plane::clock::Verdict;
 
 use super::ca::Ca;
-use super::state::{CaState, Phase, StateError, seconds, time};
+use super::state::{CaState, Phase, StateError};
 use crate::issuer::{BACKDATED as SKEW, Certificate};
 use crate::replicas::reports::Observation;
+use crate::unix_time::{seconds, time};
 
 /// Time until all replicas have noticed a switch, including clock skew. Until then, a replica may
 /// sign with the previous CA.

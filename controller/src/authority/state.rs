@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ca::{CURRENT, Ca, FieldNames, certificates, pem};
 use crate::issuer::{Certificate, SignError, hex};
+use crate::unix_time::seconds;
 
 /// The names of the fields. The mesh ignores other fields.
 pub const FIELDS: [&str; 11] = [
@@ -291,17 +292,6 @@ pub(super) fn fields_digest(fields: &Fields) -> String {
         }
     }
     hex(&digest.finish().as_ref()[..8])
-}
-
-/// Seconds since 1970.
-pub fn seconds(time: SystemTime) -> u64 {
-    let since = time.duration_since(SystemTime::UNIX_EPOCH);
-    since.unwrap_or_default().as_secs()
-}
-
-/// The inverse of [`seconds`].
-pub fn time(seconds: u64) -> SystemTime {
-    SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)
 }
 
 #[cfg(test)]

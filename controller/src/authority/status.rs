@@ -16,12 +16,13 @@ use tokio::time::Instant;
 
 use super::Trust;
 use super::ca::Ca;
-use super::state::{CaState, Phase, seconds};
+use super::state::{CaState, Phase};
 use crate::authenticate::Namespaces;
 use crate::issuer::{BACKDATED, Certificate};
 use crate::metrics::encode_gauges;
 use crate::proxies::ConnectedProxy;
 use crate::replicas::reports::Report;
+use crate::unix_time::seconds;
 
 /// The maximum number of listed conditions.
 const MAX_LINES: usize = 20;

@@ -20,7 +20,7 @@ use tokio::time::sleep;
 use super::claims::{Claims, Subject};
 use super::{Change, Event};
 use crate::api::{API_TIMEOUT, ApiError, metadata, request};
-use crate::authority::state::seconds;
+use crate::unix_time::seconds;
 
 /// The ConfigMap with the epoch. Without it, there was no restore.
 pub const CONFIG_MAP: &str = "diy-service-mesh-epoch";

@@ -17,8 +17,8 @@ use diy_mesh_proto::mesh::v1 as proto;
 use prost::Message as _;
 use proto::get_edges_response::{Group as Message, Seen};
 
-use crate::authority::state::seconds;
 use crate::kinds::Pod;
+use crate::unix_time::seconds;
 
 /// Days for which an edge is kept, including the day of its last report.
 const MAX_DAYS: i64 = 7;

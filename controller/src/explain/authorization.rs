@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 
 use diy_mesh_proto::mesh::v1::get_authorization_response::Pod as Row;
 
-use crate::grpc::message;
 use crate::index::limits::target_ports;
 use crate::index::state::{Target, TargetKind};
 use crate::index::{Index, Resource};
@@ -44,7 +43,7 @@ pub fn pod(index: &Index, target: &Key, port: u32, key: &Key) -> Option<Row> {
         Some(Target {
             kind: TargetKind::Workload(workload),
             ..
-        }) => Some(message::workload(workload)),
+        }) => Some(workload.message()),
         _ => None,
     };
     let ports = ports(index, target, port, pod);

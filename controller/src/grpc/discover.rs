@@ -28,12 +28,12 @@ use super::told::Told;
 use super::{Context, frames};
 use crate::authority::{Trust, TrustReceiver};
 use crate::edges::group;
-use crate::hub::{Hub, Notifications, Resources};
 use crate::index::Index;
 use crate::index::position::Position;
 use crate::metrics::{Metrics, Sent};
 use crate::object::PodRef;
 use crate::proxies::{ConnectedGuard, Watched};
+use crate::publish::{Hub, Notifications, Resources};
 use crate::quota::Charge;
 
 /// Time until refused subscriptions are requested again.

@@ -5,7 +5,7 @@ use diy_mesh_proto::mesh::v1 as proto;
 
 use super::frames;
 use crate::index::endpoints::{Delta, Endpoint, Endpoints};
-use crate::index::state::{Target, TargetKind, Workload};
+use crate::index::state::{Target, TargetKind};
 use crate::kinds::route::attach::Table;
 use crate::object::Key;
 
@@ -79,40 +79,6 @@ pub(super) fn endpoints(endpoints: &Endpoints) -> &[Bytes] {
         };
         all.chunks(MAX_PART_ENDPOINTS).map(part).collect()
     })
-}
-
-/// The inbound configuration of a pod.
-pub(crate) fn workload(workload: &Workload) -> proto::Workload {
-    let inbound = &workload.inbound;
-    let mode = if inbound.strict {
-        proto::workload::InboundMode::Strict
-    } else {
-        proto::workload::InboundMode::Permissive
-    };
-    let opaque = inbound.opaque_ports.ranges().iter();
-    let ports = inbound.ports.iter();
-    proto::Workload {
-        inbound_mode: mode.into(),
-        opaque_ports: opaque
-            .map(|range| proto::workload::PortRange {
-                first: (*range.start()).into(),
-                last: (*range.end()).into(),
-            })
-            .collect(),
-        allow_connect: inbound.allow_connect,
-        ports: ports
-            .map(|port| proto::workload::Port {
-                name: port.name.to_string(),
-                port: port.port.into(),
-                protocol: port.protocol.name().to_owned(),
-            })
-            .collect(),
-        zone: workload.zone.to_string(),
-        rate_limits: workload.rate_limits.clone(),
-        authorization: workload.authorization.message(),
-        egress: workload.egress.message(),
-        telemetry: workload.telemetry.as_deref().cloned(),
-    }
 }
 
 /// The difference between two states of a resource.

@@ -17,11 +17,11 @@ use tonic::{Code, Status};
 
 use super::Context;
 use crate::authenticate::Caller;
-use crate::authority::state::seconds;
 use crate::index::Index;
 use crate::issuer::{Request, SignError};
 use crate::object::{Key, Kind, PodRef};
 use crate::status::events;
+use crate::unix_time::seconds;
 
 /// More requests wait.
 const MAX_CONCURRENT_REQUESTS: usize = 256;

@@ -21,7 +21,6 @@ use tonic::Status;
 
 use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
 use super::{frames, message};
-use crate::hub::{Rejection, Resources};
 use crate::index::position::{self, Position};
 use crate::index::state::{State, Target, TargetKind};
 use crate::index::{Resource, dependencies};
@@ -29,6 +28,7 @@ use crate::kinds::policy::Side;
 use crate::metrics::Sent;
 use crate::object::PodRef;
 use crate::object::version::Version;
+use crate::publish::{Rejection, Resources};
 use crate::quota::{Charge, MAX_SUBSCRIPTIONS, SUBSCRIPTION_BYTES};
 
 /// Longer parts of responses have a frame of their own, whose bytes all streams share.
@@ -355,7 +355,7 @@ impl Subscriptions {
             return Ok(());
         };
         let bytes = match state.target.as_ref().map(|target| &target.kind) {
-            Some(TargetKind::Workload(workload)) => 2 * message::workload(workload).encoded_len(),
+            Some(TargetKind::Workload(workload)) => 2 * workload.message().encoded_len(),
             _ => 0,
         };
         self.charged.change(&mut subscription.state_bytes, bytes)
@@ -403,10 +403,9 @@ impl Subscriptions {
                 plain(Sent::Unknown, Response::Unknown(proto::Unknown { node }))
             }
             Some(target) => match &target.kind {
-                TargetKind::Workload(workload) => plain(
-                    Sent::Workload,
-                    Response::Workload(message::workload(workload)),
-                ),
+                TargetKind::Workload(workload) => {
+                    plain(Sent::Workload, Response::Workload(workload.message()))
+                }
                 _ => Some((Sent::Snapshot, whole(response, target, self.is_earlier))),
             },
         }
@@ -498,10 +497,10 @@ mod tests {
     use super::*;
     use crate::catalog::claims::Subject;
     use crate::catalog::{Change, Event};
-    use crate::hub::Hub;
     use crate::index::tests::Chance;
     use crate::kinds::Object;
     use crate::object::{Key, Kind};
+    use crate::publish::Hub;
     use crate::quota::Quotas;
     use crate::status::statuses::Statuses as _;
 

@@ -11,12 +11,12 @@ use tokio::time::{Instant, sleep_until};
 
 use super::Context;
 use super::subscriptions::printable;
-use crate::authority::state::seconds;
 use crate::issuer::BACKDATED;
 use crate::metrics::Metrics;
 use crate::proxies::ConnectedGuard;
 use crate::quota::Lines;
 use crate::status::events;
+use crate::unix_time::seconds;
 
 /// A stream ends before.
 const MAX_EXPIRY: Duration = Duration::from_secs(86_400);

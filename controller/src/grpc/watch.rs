@@ -15,9 +15,9 @@ use tonic::Status;
 
 use super::message;
 use crate::authenticate::Namespaces;
-use crate::hub::{CatalogError, Hub};
 use crate::object::Key;
 use crate::object::version::{self, Version};
+use crate::publish::{CatalogError, Hub};
 use crate::quota::{Charge, Unsent};
 
 /// The account to which responses are charged until they have been sent.

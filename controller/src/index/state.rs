@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use diy_mesh_proto::mesh::v1::{BackendPolicy, RateLimit, Telemetry};
+use diy_mesh_proto::mesh::v1::{self as proto, BackendPolicy, RateLimit, Telemetry};
 use prost::Message;
 
 use super::authorization::Authorization;
@@ -87,6 +87,42 @@ pub struct Workload {
     pub authorization: Authorization,
     /// The destinations that it may call outside of the cluster.
     pub egress: Authorization,
+}
+
+impl Workload {
+    /// The inbound configuration of a pod.
+    pub(crate) fn message(&self) -> proto::Workload {
+        let inbound = &self.inbound;
+        let mode = if inbound.strict {
+            proto::workload::InboundMode::Strict
+        } else {
+            proto::workload::InboundMode::Permissive
+        };
+        let opaque = inbound.opaque_ports.ranges().iter();
+        let ports = inbound.ports.iter();
+        proto::Workload {
+            inbound_mode: mode.into(),
+            opaque_ports: opaque
+                .map(|range| proto::workload::PortRange {
+                    first: (*range.start()).into(),
+                    last: (*range.end()).into(),
+                })
+                .collect(),
+            allow_connect: inbound.allow_connect,
+            ports: ports
+                .map(|port| proto::workload::Port {
+                    name: port.name.to_string(),
+                    port: port.port.into(),
+                    protocol: port.protocol.name().to_owned(),
+                })
+                .collect(),
+            zone: self.zone.to_string(),
+            rate_limits: self.rate_limits.clone(),
+            authorization: self.authorization.message(),
+            egress: self.egress.message(),
+            telemetry: self.telemetry.as_deref().cloned(),
+        }
+    }
 }
 
 /// The update for a subscriber.

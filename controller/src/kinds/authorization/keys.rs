@@ -1,10 +1,7 @@
 //! The public keys of issuers that their policies do not contain. Each replica fetches them from
-//! Secrets and URLs (`fetch.rs`), and the one that holds the Lease writes them into the status of the
-//! policy. Replicas read them only there: they agree, and neither a restart nor an outage of an
-//! issuer loses keys. Pure, but for `fetch.rs`.
-
-pub mod fetch;
-pub mod schedule;
+//! Secrets and URLs (`crate::fetch`), and the one that holds the Lease writes them into the status
+//! of the policy. Replicas read them only there: they agree, and neither a restart nor an outage of
+//! an issuer loses keys. Pure.
 
 use serde_json::{Value, json};
 

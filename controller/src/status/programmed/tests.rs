@@ -13,7 +13,6 @@ use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::catalog::Change;
-use crate::hub::{Hub, Lacking, Rejection, Resources};
 use crate::index::Resource;
 use crate::index::tests::{endpoint, pod, service, slice};
 use crate::kinds::policy::Side;
@@ -23,6 +22,7 @@ use crate::kinds::{Object, Pod, Service};
 use crate::metrics::Metrics;
 use crate::object::condition::APPLIES_TO_ALL_PODS;
 use crate::object::{Key, PodRef, TargetReference};
+use crate::publish::{Hub, Lacking, Rejection, Resources};
 use crate::status::lease::{Election, Timing};
 use crate::status::statuses::Statuses as _;
 use crate::status::testing::{ApiServer, KIND, accepted, service as parent, status};

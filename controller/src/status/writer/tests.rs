@@ -11,10 +11,10 @@ use diy_mesh_control_plane::events::Queue;
 
 use super::*;
 use crate::catalog::{Change, parse, resource};
-use crate::hub::Hub;
 use crate::object::Condition;
 use crate::object::condition::APPLIES_TO_ALL_PODS;
 use crate::object::status::CONTROLLER_NAME;
+use crate::publish::Hub;
 use crate::publish_statuses;
 use crate::status::lease::Timing;
 use crate::status::testing::{ApiServer, KIND, accepted, service, status, subscriber};

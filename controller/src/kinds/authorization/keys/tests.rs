@@ -2,11 +2,11 @@
 
 use tokio::time::Instant;
 
-use super::schedule::Schedule;
 use super::*;
 use crate::index::authorization::KeySources;
 use crate::object::Key;
 use crate::object::issuer_keys::MAX_MESSAGE;
+use crate::publish::keys::schedule::Schedule;
 
 fn url() -> Source {
     Source::Url("https://id.example.com/keys".to_owned())

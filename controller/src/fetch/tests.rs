@@ -9,7 +9,6 @@ use tokio_rustls::TlsAcceptor;
 
 use super::*;
 use crate::catalog::Change;
-use crate::grpc::message;
 use crate::index::Resource;
 use crate::index::dependencies::CONFIGURATION;
 use crate::index::state::TargetKind;
@@ -287,7 +286,7 @@ async fn keys_of_the_status_outlive_an_hour_without_issuer_and_a_restart() {
         else {
             panic!("{state:?}")
         };
-        let sent = message::workload(workload).authorization.unwrap();
+        let sent = workload.message().authorization.unwrap();
         assert_eq!(sent.policies[0].issuers[0].keys, KEYS);
     }
 }

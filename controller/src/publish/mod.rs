@@ -14,7 +14,7 @@
 
 mod acknowledgements;
 mod history;
-mod keys;
+pub(crate) mod keys;
 mod queue;
 mod resources;
 mod subscribers;
@@ -40,8 +40,8 @@ use crate::index::dependencies::CONFIGURATION;
 use crate::index::locality::Location;
 use crate::index::{Index, Resource, Touched};
 use crate::kinds::authorization;
-use crate::kinds::authorization::keys::schedule::Schedule;
 use crate::object::{Key, Kind, ObjectId, ObjectStatus, PodRef, Withheld};
+use crate::publish::keys::schedule::Schedule;
 use crate::replicas::exchange::Page;
 use crate::status::programmed::Reports;
 use crate::status::statuses::Statuses;

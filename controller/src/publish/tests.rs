@@ -8,7 +8,8 @@ use crate::index::Resource;
 use crate::index::state::State;
 use crate::index::tests::Chance;
 use crate::kinds::{Object, Pod};
-use crate::metrics::{Metrics, encode_times};
+use crate::metrics::Metrics;
+use crate::scrape::encode_times;
 
 fn pod(name: &str, ip: &str) -> Change {
     Change::Apply(Object::Pod(Pod {

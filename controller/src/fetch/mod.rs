@@ -27,12 +27,12 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_rustls::TlsConnector;
 
-use super::MAX_KEY_BYTES;
 use crate::api::{self, API_TIMEOUT};
-use crate::hub::Hub;
-use crate::hub::turns::Turns;
+use crate::kinds::authorization::keys::MAX_KEY_BYTES;
 use crate::object::Key;
 use crate::object::issuer_keys::Source;
+use crate::publish::Hub;
+use crate::publish::turns::Turns;
 
 /// Time for a response of an issuer.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(10);

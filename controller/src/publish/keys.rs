@@ -1,11 +1,13 @@
 //! The keys of issuers: what is to be fetched, for which policies, and what was fetched.
 
+pub(crate) mod schedule;
+
 use std::sync::{Arc, MutexGuard, PoisonError};
 
 use tokio::time::Instant;
 
 use super::Hub;
-use crate::kinds::authorization::keys::schedule::Schedule;
+use super::keys::schedule::Schedule;
 use crate::object::issuer_keys::Source;
 use crate::object::{ObjectId, PodRef};
 
