@@ -6,8 +6,7 @@ use kube::ResourceExt;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::check::pods::name;
-use crate::pods::Pod;
+use crate::pods::{Pod, name};
 use crate::time::format_timestamp;
 
 /// A change of an object.

@@ -61,9 +61,8 @@ use tonic::{
 use tower::service_fn;
 
 use crate::{
-    check::pods,
     cluster::{self, Cluster, describe_error, objects},
-    proxies,
+    pods, proxies,
 };
 
 /// How to reach the controllers.

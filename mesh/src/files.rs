@@ -14,11 +14,9 @@ use diy_mesh_model::identity::TRUST_DOMAIN;
 use diy_mesh_sandbox::manifest::{self, Files};
 use serde_json::{Value, json};
 
-use crate::{
-    cluster::Cluster,
-    commands::terminal::{self, printable},
-    controller, routes,
-};
+use crate::cluster::Cluster;
+use crate::terminal::{self, printable};
+use crate::{controller, routes};
 
 /// The objects of files with any number of them, and of folders, with their kustomizations.
 pub fn read(files: &[PathBuf]) -> Result<Vec<Value>> {

@@ -19,8 +19,8 @@ use kube::{Api, ResourceExt, api::ListParams};
 use serde::de::DeserializeOwned;
 
 use crate::{
-    check::pods,
     cluster::{self, Cluster, FORBIDDEN, describe_error},
+    pods,
     time::{format_relative, now, parse_timestamp},
     why::{Record, Story},
 };

@@ -16,13 +16,11 @@ use futures::future::join_all;
 use prost::Message as _;
 use tonic::Code;
 
-use crate::{
-    check::traffic::in_turns,
-    cluster,
-    controller::{self, Controller, Controllers, Rejected},
-    proxies::{Pod, Proxies},
-    traffic::{PodTraffic, Sample},
-};
+use crate::cluster;
+use crate::controller::{self, Controller, Controllers, Rejected};
+use crate::proxies::{Pod, Proxies};
+use crate::traffic::{PodTraffic, Sample};
+use crate::turns::in_turns;
 
 /// The proxies that are asked by port-forward.
 const MAX_PROXIES: usize = 32;

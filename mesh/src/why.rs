@@ -205,6 +205,18 @@ fn attempt_text(number: usize, attempt: &Attempt) -> String {
     }
 }
 
+/// The caller, or the destination.
+pub(crate) fn peer(exchange: &Exchange) -> String {
+    let course = exchange.course.as_ref();
+    match (exchange.direction, &exchange.identity) {
+        (Direction::Inbound, Some(identity)) => identity.clone(),
+        (Direction::Inbound, None) => exchange.peer.to_string(),
+        (Direction::Outbound, _) => {
+            course.map_or_else(String::new, |course| course.service.clone())
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -24,15 +24,12 @@ use kube::{
 use serde_json::{Value, json};
 use tokio::join;
 
-use super::{
-    ALL_NAMESPACES, MAX_DETAILS,
-    permissions::{self, Permission},
-    pods,
-    traces::{self, Traces},
-    traffic::{self, Traffic},
-    upgrade,
-    workloads::{self, Workload},
-};
+use super::permissions::{self, Permission};
+use super::traces::{self, Traces};
+use super::traffic::{self, Traffic};
+use super::workloads::{self, Workload};
+use super::{ALL_NAMESPACES, MAX_DETAILS, injection, upgrade};
+use crate::pods;
 use crate::{
     cluster::{self, Cluster, describe_error, list},
     controller::Controllers,
@@ -259,7 +256,7 @@ async fn ready_pages(cluster: &Cluster, pods: &[Pod], now: u64) -> BTreeMap<Stri
         let page = admin_page(cluster, pod, "ready").await;
         (pods::name(pod), page.unwrap_or_else(|error| error))
     };
-    let unready = pods::unready_proxies(pods, now).take(MAX_DETAILS);
+    let unready = injection::unready_proxies(pods, now).take(MAX_DETAILS);
     join_all(unready.map(read)).await.into_iter().collect()
 }
 

@@ -6,7 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
 use k8s_openapi::api::core::v1::ConfigMap;
 
-use super::{Finding, Findings, certificates, count, facts::Facts, or_ok, pods};
+use super::facts::Facts;
+use super::{Finding, Findings, certificates, count, or_ok};
+use crate::pods;
 use crate::{
     identity::status::{
         Authority, CLOCK_SKEW_WARNING_MS, Mesh, describe_phase, describe_waiting, has_certificate,

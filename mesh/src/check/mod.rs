@@ -5,9 +5,9 @@ mod certificates;
 pub mod facts;
 mod gateway;
 mod identity;
+pub(crate) mod injection;
 mod permissions;
 mod platform;
-pub(crate) mod pods;
 mod policies;
 mod services;
 mod settings;
@@ -25,7 +25,7 @@ use serde::Serialize;
 use facts::Facts;
 
 use crate::cluster::FORBIDDEN;
-use crate::commands::terminal::printable;
+use crate::terminal::printable;
 
 /// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -178,8 +178,8 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
         ("policy-definition", policies::definition),
         ("policies", policies::policies),
         ("upgrade", upgrade::upgrade),
-        ("pods", pods::injected),
-        ("proxies", pods::proxies),
+        ("pods", injection::injected),
+        ("proxies", injection::proxies),
         ("traffic", traffic::traffic),
         ("traces", traces::traces),
         ("certificates", identity::workloads),

@@ -9,8 +9,9 @@ use k8s_openapi::api::{
 };
 use kube::ResourceExt;
 
-use super::{Finding, Findings, count, facts::Facts, or_ok, pods};
-use crate::pods::Pod;
+use super::facts::Facts;
+use super::{Finding, Findings, count, or_ok};
+use crate::pods::{self, Pod};
 
 const UPGRADE_ADVICE: &str = "upgrade to Kubernetes 1.29 or newer: the proxies are native sidecars, which older versions do not support";
 

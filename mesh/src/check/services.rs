@@ -8,8 +8,11 @@ use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
-use super::{Finding, Findings, count, facts::Facts, or_ok, pods, workloads::Workload};
-use crate::{edges, pods::Pod};
+use super::facts::Facts;
+use super::workloads::Workload;
+use super::{Finding, Findings, count, or_ok};
+use crate::edges;
+use crate::pods::{self, Pod};
 
 type Labels = BTreeMap<String, String>;
 

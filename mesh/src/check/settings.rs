@@ -7,13 +7,11 @@ use diy_mesh_model::sidecar::{OutboundUdp, Settings};
 use k8s_openapi::api::core::v1::Namespace;
 use kube::ResourceExt;
 
-use super::{
-    Finding, Findings, count,
-    facts::Facts,
-    pods::{
-        Pod, annotation, argument, enabled, init_container, is_active, is_injected, meshed, name,
-        proxy,
-    },
+use super::facts::Facts;
+use super::injection::enabled;
+use super::{Finding, Findings, count};
+use crate::pods::{
+    Pod, annotation, argument, init_container, is_active, is_injected, meshed, name, proxy,
 };
 
 /// The labels of namespaces and the annotations of pods are known, valid and in effect.

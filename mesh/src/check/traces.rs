@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use kube::ResourceExt;
 
 use super::facts::{Fact, Facts};
-use super::{Finding, Findings, pods};
-use crate::pods::Pod;
+use super::{Finding, Findings};
+use crate::pods::{self, Pod};
 
 /// The counters of the proxies, in the order of [`Traces`].
 const METRICS: [&str; 3] = [

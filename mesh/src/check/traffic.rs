@@ -14,10 +14,11 @@ use k8s_openapi::api::core::v1::Service;
 use kube::ResourceExt;
 
 use super::facts::{Fact, Facts, admin_page};
-use super::{Finding, Findings, Level, count, pods, services};
+use super::{Finding, Findings, Level, count, services};
 use crate::cluster::Cluster;
 use crate::identity::status::{Mesh, Workload, workload_name};
-use crate::pods::Pod;
+use crate::pods::{self, Pod};
+use crate::turns::in_turns;
 
 /// The proxies whose metrics are read.
 const MAX_PROXIES: usize = 32;
@@ -164,19 +165,6 @@ fn labels(mut text: &str) -> Option<([String; 4], &str)> {
         return None;
     };
     Some(([kind, destination, endpoint, reason], &text[1..]))
-}
-
-/// The items in an order in which namespaces take turns.
-pub(crate) fn in_turns<T>(items: impl IntoIterator<Item = (String, T)>) -> Vec<T> {
-    let mut turns: BTreeMap<String, usize> = BTreeMap::new();
-    let ranked = items.into_iter().map(|(namespace, item)| {
-        let turn = turns.entry(namespace).or_default();
-        *turn += 1;
-        (*turn, item)
-    });
-    let mut ranked: Vec<(usize, T)> = ranked.collect();
-    ranked.sort_by_key(|(turn, _)| *turn);
-    ranked.into_iter().map(|(_, item)| item).collect()
 }
 
 /// The requests of applications and the kubelet's probes succeed.

@@ -16,11 +16,8 @@ use kube::{Client, Resource, api::ListParams};
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
-use super::{
-    Finding, Findings, count,
-    facts::{Fact, Facts},
-    or_ok, pods,
-};
+use super::facts::{Fact, Facts};
+use super::{Finding, Findings, count, injection, or_ok};
 use crate::cluster::{list, objects};
 use crate::routes::{list as list_of, text};
 
@@ -143,7 +140,7 @@ pub(super) fn workloads(facts: &Facts) -> Findings<'_> {
     let enabled = facts
         .namespaces
         .as_deref()
-        .map(pods::enabled)
+        .map(injection::enabled)
         .unwrap_or_default();
     let requesting = workloads
         .iter()

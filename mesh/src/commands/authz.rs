@@ -12,7 +12,7 @@ use diy_mesh_controller::object::Key;
 use diy_mesh_proto::mesh::v1::get_authorization_response::Pod;
 use serde_json::{Value, json};
 
-use super::terminal::{self, Colors, Output, TextStyle, plain};
+use crate::terminal::{self, Colors, Output, TextStyle, plain};
 use crate::{
     authorization::{self, Call, Caller, Claims, Destination, Head, Outcome, Path, Row, Target},
     cluster,

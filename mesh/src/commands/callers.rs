@@ -8,10 +8,8 @@ use diy_mesh_proto::authorization::edge::connection;
 use diy_mesh_proto::mesh::v1::get_edges_response::Group;
 use serde::Serialize;
 
-use super::{
-    egress::{not_watched, of_group, read},
-    terminal::{self, Colors, Output, plain},
-};
+use super::egress::{not_watched, of_group, read};
+use crate::terminal::{self, Colors, Output, plain};
 use crate::{
     authorization::Outcome,
     controller,

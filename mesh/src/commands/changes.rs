@@ -16,15 +16,12 @@ use kube::{Client, api::ListParams};
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::json;
 
-use super::terminal::{self, Colors, Output, TextStyle, plain, printable};
-use crate::{
-    changes::{Change, of_object, of_pod},
-    check::pods::workload,
-    cluster::{self, Cluster, dynamic, list, list_metadata, objects},
-    install::live::LABEL,
-    pods::{Pod, is_injected},
-    time::{format_duration, format_timestamp, now, parse_duration},
-};
+use crate::changes::{Change, of_object, of_pod};
+use crate::cluster::{self, Cluster, dynamic, list, list_metadata, objects};
+use crate::install::live::LABEL;
+use crate::pods::{Pod, is_injected, workload};
+use crate::terminal::{self, Colors, Output, TextStyle, plain, printable};
+use crate::time::{format_duration, format_timestamp, now, parse_duration};
 
 /// The arguments of `mesh changes`.
 #[derive(Args, Debug)]

@@ -7,7 +7,7 @@ use clap::Args;
 use serde_json::json;
 use tokio::time::{Instant, sleep_until};
 
-use super::terminal::{self, Colors, Output, TextStyle};
+use crate::terminal::{self, Colors, Output, TextStyle};
 use crate::{
     check::{self, Finding, Level, facts::Facts},
     cluster::{self, Cluster},

@@ -13,7 +13,7 @@ use diy_mesh_runtime::listen;
 use futures::future::{OptionFuture, join};
 use tempfile::NamedTempFile;
 
-use super::terminal;
+use crate::terminal;
 use crate::{
     dashboard::{Server, guard::Guard, live::Live},
     sample,

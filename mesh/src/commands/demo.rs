@@ -25,7 +25,7 @@ use self::{
     story::{Item, Story},
     summary::Summary,
 };
-use super::terminal;
+use crate::terminal;
 use diy_mesh_sandbox::{
     Error, Sandbox,
     manifest::{self, Files},

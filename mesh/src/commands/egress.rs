@@ -11,10 +11,8 @@ use diy_mesh_controller::object::Kind;
 use kube::api::ListParams;
 use serde_json::Value;
 
-use super::{
-    authz::generate::Mode,
-    terminal::{self, Cell, Colors, Output, TextStyle, plain, printable},
-};
+use super::authz::generate::Mode;
+use crate::terminal::{self, Cell, Colors, Output, TextStyle, plain, printable};
 use crate::{
     authorization::Outcome,
     cluster::{self, Cluster},

@@ -8,10 +8,8 @@ use clap::Args;
 use diy_mesh_proto::mesh::v1::Service;
 use serde::Serialize;
 
-use super::{
-    services::sort,
-    terminal::{self, Cell, Colors, Output, TextStyle, plain},
-};
+use super::services::sort;
+use crate::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::{
     controller::{self, Controllers},
     sample,

@@ -4,7 +4,7 @@
 use anyhow::Result;
 use clap::Args;
 
-use super::terminal::{self, Cell, Colors, Output, TextStyle};
+use crate::terminal::{self, Cell, Colors, Output, TextStyle};
 use crate::{
     controller::{self, Controllers},
     identity::status::{

@@ -6,7 +6,7 @@ use std::{fs, path::PathBuf};
 use anyhow::{Context, Result};
 use clap::Args;
 
-use super::terminal;
+use crate::terminal;
 use crate::{
     install::{self, SCHEMA, Values},
     yaml,

@@ -17,7 +17,6 @@ pub mod routes;
 pub mod services;
 pub mod stat;
 pub mod tap;
-pub(crate) mod terminal;
 pub mod test;
 pub mod top;
 pub mod uninstall;
@@ -35,6 +34,7 @@ use clap_complete::Shell;
 use diy_mesh_sandbox::internal::Internal;
 
 use crate::authorization::Outcome;
+use crate::terminal;
 
 /// Runs the command of this process's arguments. Exits if they are invalid.
 pub fn run() -> ExitCode {

@@ -14,10 +14,8 @@ use diy_mesh_controller::object::Kind;
 use diy_mesh_proto::mesh::v1::get_edges_response::Group;
 use serde_json::Value;
 
-use super::{
-    authz,
-    terminal::{self, Colors, Output, TextStyle, plain},
-};
+use super::authz;
+use crate::terminal::{self, Colors, Output, TextStyle, plain};
 use crate::{
     authorization::Outcome,
     controller,

@@ -7,8 +7,7 @@ use std::net::SocketAddr;
 use anyhow::Result;
 use clap::Args;
 
-use super::terminal;
-use crate::proxies;
+use crate::{proxies, terminal};
 
 /// The arguments of `mesh proxy`.
 #[derive(Args, Debug)]

@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use tokio::time::{Instant, sleep};
 
-use super::terminal::{self, Colors, TextStyle};
+use crate::terminal::{self, Colors, TextStyle};
 use crate::{
     cluster,
     controller::{self, Controllers},

@@ -11,7 +11,7 @@ use diy_mesh_controller::object::{Key, Kind};
 use diy_mesh_proto::mesh::v1::{GetRoutesResponse as Explanation, get_routes_response::Rule};
 use futures::future::join_all;
 
-use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
+use crate::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::{
     controller::{self, Controllers},
     files,

@@ -9,8 +9,8 @@ use diy_mesh_proto::mesh::v1::{Service, service::Endpoint};
 use futures::future::join_all;
 use serde_json::{Value, json};
 
-use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::controller::{self, Controller, Controllers, Rejected};
+use crate::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 
 /// The arguments of `mesh services`.
 #[derive(Args, Debug)]

@@ -7,7 +7,7 @@ use anyhow::Result;
 use clap::{Args, ValueEnum};
 use serde_json::{Map, Value, json};
 
-use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
+use crate::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::{
     sample,
     traffic::{By, Connections, Rates, Row, Sample, TcpRow},

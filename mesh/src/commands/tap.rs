@@ -8,11 +8,10 @@ use clap::Args;
 use diy_mesh_model::exchange::{Direction, Exchange, Recent};
 use futures::future::join_all;
 
-use super::{
-    terminal::{self, printable},
-    why,
-};
+use super::why;
 use crate::proxies;
+use crate::terminal::{self, printable};
+use crate::why::peer;
 
 /// The time between two questions to a proxy.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -122,18 +121,6 @@ impl Arguments {
             terminal::Output::Json => terminal::json(&serde_json::to_string(exchange)?),
             terminal::Output::Text => printable(&line(exchange, self.of.demo)) + "\n",
         })
-    }
-}
-
-/// The caller, or the destination.
-pub(crate) fn peer(exchange: &Exchange) -> String {
-    let course = exchange.course.as_ref();
-    match (exchange.direction, &exchange.identity) {
-        (Direction::Inbound, Some(identity)) => identity.clone(),
-        (Direction::Inbound, None) => exchange.peer.to_string(),
-        (Direction::Outbound, _) => {
-            course.map_or_else(String::new, |course| course.service.clone())
-        }
     }
 }
 

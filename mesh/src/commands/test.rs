@@ -14,10 +14,8 @@ use diy_mesh_controller::index::Index;
 use serde::{Deserialize, Deserializer, de::Error};
 use serde_json::{Value, json};
 
-use super::{
-    authz,
-    terminal::{Colors, Output, TextStyle, plain, printable},
-};
+use super::authz;
+use crate::terminal::{Colors, Output, TextStyle, plain, printable};
 use crate::{
     authorization::{self, Call, Caller, Claims, Head, Outcome, Target, Verdict},
     files,

@@ -15,13 +15,11 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use super::terminal;
-use crate::{
-    check::{count, pods},
-    cluster::{self, Cluster, describe_error},
-    install::{self, Values, live},
-    pods::Pod,
-};
+use crate::check::count;
+use crate::cluster::{self, Cluster, describe_error};
+use crate::install::{self, Values, live};
+use crate::pods::{self, Pod};
+use crate::terminal;
 
 /// The arguments of `mesh uninstall`.
 #[derive(Args, Debug)]

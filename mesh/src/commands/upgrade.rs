@@ -8,7 +8,7 @@ use clap::Args;
 
 use super::check::print;
 use super::install::ValuesArguments;
-use super::terminal::Output;
+use crate::terminal::Output;
 use crate::{
     check::{facts::Facts, target},
     cluster::{self, Cluster},

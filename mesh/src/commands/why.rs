@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use diy_mesh_model::exchange::{Exchange, ExchangeId};
 
-use super::terminal::{self, printable};
+use crate::terminal::{self, printable};
 use crate::{
     proxies::{self, Proxies},
     why::Story,

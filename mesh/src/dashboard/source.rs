@@ -5,7 +5,8 @@ use diy_mesh_model::exchange::{Direction, Exchange, ExchangeId};
 use diy_mesh_model::state::State;
 use serde::Serialize;
 
-use crate::{commands::tap, traffic::Sample, why::Story};
+use crate::traffic::Sample;
+use crate::why::{Story, peer};
 
 /// The latest failures of a workload that are shown, and as many others.
 const MAX_EXCHANGES: usize = 50;
@@ -66,7 +67,7 @@ impl From<&Exchange> for Line {
             id: exchange.id,
             time: exchange.time.clone(),
             direction: exchange.direction,
-            with: tap::peer(exchange),
+            with: peer(exchange),
             subject: exchange.subject(),
             status: exchange.status(),
             duration_ms: exchange.duration_ms,

@@ -14,7 +14,8 @@ use diy_mesh_proto::mesh::v1::{
 use serde_json::{Value, json};
 
 use super::outbound::{self, Outbound};
-use crate::{commands::authz::generate::unique, files};
+use crate::files;
+use crate::names::unique;
 
 /// Addresses in private networks, of nodes and of services of clouds. No rule with a name opens them.
 const PRIVATE: [&[&str]; 2] = [

@@ -18,7 +18,8 @@ use diy_mesh_proto::{
 };
 use serde_json::{Value, json};
 
-use super::super::terminal;
+use crate::names::unique;
+use crate::terminal;
 use crate::{
     authorization::Outcome,
     controller,
@@ -166,19 +167,6 @@ fn name(prefix: &str, group: &Group) -> String {
         })
         .collect();
     format!("{prefix}-{}", name.trim_matches('-'))
-}
-
-pub(crate) fn unique(
-    name: &str,
-    namespace: &str,
-    names: &mut BTreeSet<(String, String)>,
-) -> String {
-    let numbered = (2..).map(|number| format!("{name}-{number}"));
-    let mut candidates = std::iter::once(name.to_owned()).chain(numbered);
-    let is_new = |name: &String| names.insert((namespace.to_owned(), name.clone()));
-    candidates
-        .find(is_new)
-        .expect("there is always another number")
 }
 
 /// The requests of a caller at a port: paths, each with the methods.

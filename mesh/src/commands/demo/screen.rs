@@ -9,10 +9,8 @@ use super::{
     names::{Names, Party},
     story::{Exchange, Item, Output, PROXY_CONTAINERS, ProxyDump, Story},
 };
-use crate::commands::{
-    terminal::{self, Colors, TextStyle},
-    why,
-};
+use crate::commands::why;
+use crate::terminal::{self, Colors, TextStyle};
 use diy_mesh_sandbox::protocol::{PodView, Source};
 
 /// The amount of output of the demo.

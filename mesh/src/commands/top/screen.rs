@@ -9,11 +9,9 @@ use ratatui::{
     widgets::{Paragraph, Row, Table, TableState, Wrap},
 };
 
-use super::super::{
-    stat::{RATES, TCP, tcp_texts, texts},
-    terminal::printable,
-};
+use super::super::stat::{RATES, TCP, tcp_texts, texts};
 use super::model::{Line, Model};
+use crate::terminal::printable;
 use crate::traffic::{By, TcpRow};
 
 /// The width of a value, and of the bars.

@@ -2,11 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use diy_mesh_control_plane::pods::{Container, ContainerStatus};
-use diy_mesh_controller::kinds::pod::workload as index;
 use diy_mesh_injector::annotations::INJECT;
 use diy_mesh_injector::config::Settings;
-use diy_mesh_injector::containers::ADMIN_PORT_FLAG;
 use diy_mesh_injector::patch::{Candidate, NamespaceLabels, Verdict, decide};
 use diy_mesh_model::json;
 use k8s_openapi::api::core::v1::Namespace;
@@ -15,73 +12,13 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::{Finding, Findings, count, facts::Facts, or_ok};
-pub(crate) use crate::pods::{Pod, annotation, is_active, is_injected};
+use crate::pods::{Pod, READY_TIMEOUT, age, annotation, is_proxy_ready, meshed, name, status};
 use crate::time::{format_duration, format_relative};
 
 /// The namespaces that the webhook excludes, in addition to the namespace of the mesh.
 const EXCLUDED_NAMESPACES: [&str; 3] = ["kube-system", "kube-public", "kube-node-lease"];
-/// The time from the creation of a pod until its proxy is ready, in seconds.
-pub(super) const READY_TIMEOUT: u64 = 60;
 /// The period in which restarts of proxies are reported, in seconds.
 const RESTART_PERIOD: u64 = 24 * 3600;
-
-/// The active pods with a proxy.
-pub(crate) fn meshed(pods: &[Pod]) -> impl Iterator<Item = &Pod> {
-    pods.iter()
-        .filter(|pod| is_injected(*pod) && is_active(pod))
-}
-
-/// `namespace/name` of a pod or of another object.
-pub(crate) fn name(object: &impl ResourceExt) -> String {
-    let namespace = object.namespace().unwrap_or_default();
-    format!("{namespace}/{}", object.name_any())
-}
-
-/// The proxy container of a pod.
-pub(super) fn proxy(pod: &Pod) -> Option<&Container> {
-    init_container(pod, "proxy")
-}
-
-/// The name of the workload of a pod.
-pub(crate) fn workload(pod: &Pod) -> &str {
-    let name = pod.metadata.name.as_deref().unwrap_or_default();
-    index::workload(name, |label| Some(pod.labels().get(label)?))
-}
-
-/// The port of the admin server of the proxy.
-pub(crate) fn admin_port(pod: &Pod) -> u16 {
-    let port = proxy(pod).and_then(|proxy| argument(proxy, ADMIN_PORT_FLAG));
-    port.and_then(|port| port.parse().ok()).unwrap_or(4001)
-}
-
-/// An init container of a pod.
-pub(super) fn init_container<'a>(pod: &'a Pod, name: &str) -> Option<&'a Container> {
-    let containers = &pod.spec.as_ref()?.init_containers;
-    containers
-        .iter()
-        .flatten()
-        .find(|container| container.name == name)
-}
-
-/// The value of an argument `FLAG=VALUE` of a container.
-pub(super) fn argument<'a>(container: &'a Container, flag: &str) -> Option<&'a str> {
-    let mut arguments = container.args.iter().flatten();
-    arguments.find_map(|argument| argument.strip_prefix(flag)?.strip_prefix('='))
-}
-
-/// Whether the proxy of the pod is ready.
-pub(super) fn is_proxy_ready(pod: &Pod) -> bool {
-    status(pod, "proxy").is_some_and(|status| status.ready)
-}
-
-fn status<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerStatus> {
-    pod.status
-        .as_ref()?
-        .init_container_statuses
-        .iter()
-        .flatten()
-        .find(|status| status.name == container)
-}
 
 /// The namespaces that enable injection.
 pub(super) fn enabled(namespaces: &[Namespace]) -> BTreeSet<String> {
@@ -194,13 +131,6 @@ fn restarts(pod: &Pod, now: u64) -> Option<String> {
             last.exit_code
         )
     })
-}
-
-/// The age of a pod in seconds.
-pub(super) fn age(pod: &Pod, now: u64) -> u64 {
-    let created = pod.metadata.creation_timestamp.as_ref();
-    let created = created.and_then(|time| u64::try_from(time.0.as_second()).ok());
-    now.saturating_sub(created.unwrap_or(now))
 }
 
 fn is_proxy_running(pod: &Pod) -> bool {
