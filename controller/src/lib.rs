@@ -10,6 +10,9 @@
 //! The path of a certificate: [`serving`] (TLS), [`grpc`] authenticates the pod, [`issuer`] (pure)
 //! signs with the current CA of [`authority`]. [`proxies`] lists the connected proxies and their
 //! roots.
+//!
+//! Code imports only from its own folder and from later ones: `tests/tests/tidy.rs` has the order,
+//! which ends with [`object`], the vocabulary of all kinds.
 
 mod api;
 pub mod authenticate;

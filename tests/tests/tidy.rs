@@ -19,29 +19,100 @@ const MODULES_WITH_GENERATED_TYPES: [&str; 9] = [
     "proxy/src/secure/identity",
     "proxy/src/serve/outside/tests",
 ];
-/// The folders and files of the proxy in the order of the path: code imports only from its own and from
-/// later ones. `lib.rs` and `config.rs` are outside of this order.
-const PROXY_ORDER: [&str; 13] = [
-    "path",
-    "serve",
-    "context",
-    "discovery",
-    "upstream",
-    "secure",
-    "observe",
-    "inbound",
-    "egress",
-    "route",
-    "http",
-    "limits",
-    "endpoint error labels protocol",
-];
-/// Imports of an earlier folder that are still there.
-const EARLIER_IMPORTS: [(&str, &str); 2] = [
-    // The record of an exchange owns the copy for a mirror.
-    ("proxy/src/context/record.rs", "serve"),
-    // A balancer follows the state of a resource.
-    ("proxy/src/upstream/balance/mod.rs", "discovery"),
+/// The folders and files of crates in the order of their imports.
+const ORDERS: [Order; 4] = [
+    Order {
+        sources: "proxy/src",
+        folders: &[
+            "path",
+            "serve",
+            "context",
+            "discovery",
+            "upstream",
+            "secure",
+            "observe",
+            "inbound",
+            "egress",
+            "route",
+            "http",
+            "limits",
+            "endpoint error labels protocol",
+        ],
+        earlier: &[
+            // The record of an exchange owns the copy for a mirror.
+            ("proxy/src/context/record.rs", "serve"),
+            // A balancer follows the state of a resource.
+            ("proxy/src/upstream/balance/mod.rs", "discovery"),
+        ],
+    },
+    Order {
+        sources: "controller/src",
+        folders: &[
+            "scrape",
+            "grpc",
+            "explain",
+            "serving",
+            "authority",
+            "fetch",
+            "publish",
+            "status",
+            "replicas",
+            "proxies",
+            "index",
+            "catalog",
+            "edges",
+            "kinds",
+            "quota",
+            "authenticate",
+            "object",
+            "api",
+            "file",
+            "metrics",
+            "unix_time",
+        ],
+        earlier: &[],
+    },
+    Order {
+        sources: "mesh/src",
+        folders: &[
+            "commands",
+            "dashboard",
+            "plan",
+            "check",
+            "egress",
+            "edges",
+            "files",
+            "sample",
+            "changes",
+            "identity",
+            "install",
+            "controller",
+            "proxies",
+            "routes",
+            "authorization",
+            "traffic",
+            "why",
+            "cluster",
+            "pods",
+            "names",
+            "terminal",
+            "time",
+            "turns",
+            "yaml",
+        ],
+        earlier: &[],
+    },
+    Order {
+        sources: "sandbox/src",
+        folders: &[
+            "internal", "enter", "node", "client", "socket", "launch", "exec", "manifest",
+            "protocol", "page",
+        ],
+        earlier: &[
+            // The server of the socket reads the state that the client keeps.
+            ("sandbox/src/socket.rs", "client"),
+        ],
+    },
 ];
 /// Environment variables with a common meaning, which are no configuration.
 const COMMON_VARIABLES: [&str; 3] = ["PATH", "NO_COLOR", "XDG_RUNTIME_DIR"];
@@ -126,49 +197,119 @@ fn only_control_plane_modules_use_generated_types() {
 }
 
 #[test]
-fn folders_of_the_proxy_import_only_from_later_ones() {
-    let position = |name: &str| {
-        let mut folders = PROXY_ORDER.iter();
-        folders.position(|folders| folders.split(' ').any(|folder| folder == name))
-    };
-    let (mut wrong, mut earlier) = (Vec::new(), BTreeSet::new());
-    for path in sources() {
-        let Ok(relative) = path.strip_prefix("proxy/src") else {
-            continue;
-        };
-        let parts: Vec<_> = relative.iter().filter_map(|part| part.to_str()).collect();
-        let folder = parts[0].trim_end_matches(".rs");
-        let is_test = |part: &&str| part.contains("test");
-        if parts.iter().any(is_test) || ["lib", "main", "config"].contains(&folder) {
-            continue;
-        }
-        let Some(own) = position(folder) else {
-            wrong.push(format!("{} is in no folder of PROXY_ORDER", path.display()));
-            continue;
-        };
-        let text = read(&path);
-        let code = text.split("#[cfg(test)]\nmod tests {").next();
-        let code = code
-            .unwrap_or_default()
-            .lines()
-            .filter(|line| !line.trim_start().starts_with("//"));
-        for used in code.flat_map(|line| line.split("crate::").skip(1)) {
-            let used = used
-                .split(|c: char| !c.is_ascii_lowercase() && c != '_')
-                .next();
-            let used = used.unwrap_or_default();
-            if position(used).is_none_or(|used| used >= own) {
+fn folders_import_only_from_later_ones() {
+    ORDERS.iter().for_each(Order::check);
+}
+
+/// The order of the folders and files of a crate: code imports only from its own and from later
+/// ones. `lib.rs`, `main.rs` and `config.rs` are outside of this order.
+struct Order {
+    sources: &'static str,
+    /// Names of folders and files. Several names in one entry may import from each other.
+    folders: &'static [&'static str],
+    /// Imports of an earlier folder that are still there: files, and the folders.
+    earlier: &'static [(&'static str, &'static str)],
+}
+
+impl Order {
+    fn check(&self) {
+        let (mut wrong, mut earlier) = (Vec::new(), BTreeSet::new());
+        for path in sources() {
+            let Ok(relative) = path.strip_prefix(self.sources) else {
+                continue;
+            };
+            let parts: Vec<_> = relative.iter().filter_map(|part| part.to_str()).collect();
+            let folder = parts[0].trim_end_matches(".rs");
+            let is_test = |part: &&str| part.contains("test");
+            if parts.iter().any(is_test) || ["lib", "main", "config"].contains(&folder) {
                 continue;
             }
-            let import = (path.display().to_string(), used.to_owned());
-            if !EARLIER_IMPORTS.contains(&(&import.0, &import.1)) {
-                wrong.push(format!("{} imports from {used}", path.display()));
+            let Some(own) = self.position(folder) else {
+                wrong.push(format!("{} is in no folder of the order", path.display()));
+                continue;
+            };
+            let is_folder = parts[parts.len() - 1] == "mod.rs";
+            let depth = parts.len() - usize::from(is_folder);
+            for used in imports(&code_lines(&path), depth) {
+                if self.position(&used).is_none_or(|used| used >= own) {
+                    continue;
+                }
+                let import = (path.display().to_string(), used);
+                if !self.earlier.contains(&(&import.0, &import.1)) {
+                    wrong.push(format!("{} imports from {}", import.0, import.1));
+                }
+                earlier.insert(import);
             }
-            earlier.insert(import);
+        }
+        let sources = self.sources;
+        assert_none(&format!("imports of an earlier folder of {sources}"), wrong);
+        let known = self.earlier.len();
+        assert_eq!(earlier.len(), known, "{sources}: remove what is gone");
+    }
+
+    fn position(&self, name: &str) -> Option<usize> {
+        let mut folders = self.folders.iter();
+        folders.position(|folders| folders.split(' ').any(|folder| folder == name))
+    }
+}
+
+/// The code of a file without its tests and comments.
+fn code_lines(path: &Path) -> String {
+    let text = read(path);
+    let code = text.split("#[cfg(test)]\nmod tests {").next();
+    let lines = code.unwrap_or_default().lines();
+    let lines = lines.filter(|line| !line.trim_start().starts_with("//"));
+    lines.flat_map(|line| [line, "\n"]).collect()
+}
+
+/// The names after `crate::` in the code of a module, also in braces, and after `super::` as often
+/// as the module is below the root of its crate.
+fn imports(code: &str, depth: usize) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for root in ["crate::", &"super::".repeat(depth)] {
+        for (at, _) in code.match_indices(root) {
+            if code[..at].ends_with(|c: char| c.is_alphanumeric() || "_:$".contains(c)) {
+                continue;
+            }
+            let rest = &code[at + root.len()..];
+            let Some(list) = rest.strip_prefix('{') else {
+                names.insert(module(rest));
+                continue;
+            };
+            let (mut level, mut is_first) = (1, true);
+            for item in list.split_inclusive(['{', '}', ',']) {
+                if is_first {
+                    names.insert(module(item.trim_start()));
+                }
+                match item.chars().last() {
+                    Some('{') => level += 1,
+                    Some('}') => level -= 1,
+                    _ => {}
+                }
+                if level == 0 {
+                    break;
+                }
+                is_first = level == 1 && item.ends_with(',');
+            }
         }
     }
-    assert_none("imports of an earlier folder of the proxy", wrong);
-    assert_eq!(earlier.len(), EARLIER_IMPORTS.len(), "remove what is gone");
+    names.remove("");
+    names
+}
+
+/// The lower-case name at the beginning of a path.
+fn module(path: &str) -> String {
+    let name = path.chars();
+    name.take_while(|c| c.is_ascii_lowercase() || *c == '_')
+        .collect()
+}
+
+#[test]
+fn imports_are_found_in_braces_and_by_super() {
+    let code = "use crate::{\n    a::{b, c},\n    d,\n    e::F,\n};\nuse super::super::{g, h::I};\n\
+        let j = crate::k::l(super::m, xcrate::n);";
+    let expected = ["a", "d", "e", "g", "h", "k"].map(str::to_owned);
+    assert_eq!(imports(code, 2), BTreeSet::from(expected));
 }
 
 #[test]
