@@ -1,9 +1,9 @@
 //! The controller: discovery and certificates for proxies, over gRPC.
 //!
 //! The path of a change: [`catalog`] (Kubernetes, or files) sends an object of [`kinds`], [`index`]
-//! (pure) determines the affected destinations, [`publish`] notifies their subscribers, [`grpc`]
-//! sends responses at the pace of each client, and [`status`] tells the authors of objects what
-//! applies. [`authenticate`] precedes every call. The controller stores only its certificate
+//! (pure) determines the affected destinations, [`mod@publish`] notifies their subscribers,
+//! [`grpc`] sends responses at the pace of each client, and [`status`] tells the authors of objects
+//! what applies. [`authenticate`] precedes every call. The controller stores only its certificate
 //! authority, and what pods were called by ([`edges`]); all replicas respond alike, by what they
 //! tell each other ([`replicas`]).
 //!

@@ -1,8 +1,9 @@
 //! The certificate authority of the mesh: the issuer and the trust roots as one watched value.
 //!
 //! All replicas share its state in a [`store`]. [`state`] and [`ca`] define and check the state,
-//! [`rotation`] decides on the next step (pure), according to the [`reports`] of the replicas.
-//! `reconcile` connects these, [`publish`] distributes the roots to pods, [`status`] reports.
+//! [`rotation`] decides on the next step (pure), according to the
+//! [`reports`](crate::replicas::reports) of the replicas. `reconcile` connects these, [`publish`]
+//! distributes the roots to pods, [`status`] reports.
 
 pub mod ca;
 pub mod events;
