@@ -16,8 +16,8 @@ use proto::route_filter::Kind as FilterKind;
 use serde_json::Value;
 
 use crate::catalog::{self, Change};
+use crate::index::Index;
 use crate::index::outcome::shown;
-use crate::index::{Index, Touched};
 use crate::kinds::route::attach::Table;
 use crate::kinds::route::filters::is_redirect;
 use crate::kinds::route::model::{Match, Rule};
@@ -45,7 +45,7 @@ pub fn opened(objects: &[Value]) -> Vec<String> {
 /// An index of these objects, and the errors and unknown fields in them. The last of several
 /// objects with one name counts. `mesh`: the namespace of the mesh.
 pub fn index(objects: &[Value], mesh: &str, trust_domain: &str) -> (Index, Vec<String>) {
-    let (mut index, mut touched) = (Index::of_mesh(mesh), Touched::default());
+    let mut index = Index::of_mesh(mesh);
     let mut problems = Vec::new();
     for object in objects {
         match catalog::parse_object(object, trust_domain) {
@@ -55,7 +55,7 @@ pub fn index(objects: &[Value], mesh: &str, trust_domain: &str) -> (Index, Vec<S
                     if object.kind().is_custom() {
                         problems.append(&mut parsed.unknown_fields);
                     }
-                    index.apply(Change::Apply(object), &mut touched);
+                    index.apply(Change::Apply(object));
                 }
             }
             Err(error) => {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use diy_mesh_controller::catalog::Change;
 use diy_mesh_controller::explain::authorization;
-use diy_mesh_controller::index::{Index, Touched};
+use diy_mesh_controller::index::Index;
 use diy_mesh_controller::kinds::{Object, Pod};
 use diy_mesh_proto::mesh::v1::{
     AuthorizationPolicy, Edge, authorization_policy::Action,
@@ -104,7 +104,7 @@ pub fn plan(
 /// The configuration of the proxy of a pod.
 fn row(index: &mut Index, pod: Pod) -> Option<Row> {
     let key = pod.key.clone();
-    index.apply(Change::Apply(Object::Pod(pod)), &mut Touched::default());
+    index.apply(Change::Apply(Object::Pod(pod)));
     authorization::pod(index, &key, 0, &key)
 }
 

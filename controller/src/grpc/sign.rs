@@ -302,7 +302,6 @@ impl RateLimiter {
 mod tests {
     use super::*;
     use crate::catalog::Change;
-    use crate::index::Touched;
     use crate::kinds::{Object, Pod};
 
     fn pod(name: &str, uid: &str, addresses: &[&str]) -> Change {
@@ -330,9 +329,7 @@ mod tests {
 
     fn index(changes: impl IntoIterator<Item = Change>) -> Index {
         let mut index = Index::default();
-        changes
-            .into_iter()
-            .for_each(|change| index.apply(change, &mut Touched::default()));
+        changes.into_iter().for_each(|change| index.apply(change));
         index
     }
 

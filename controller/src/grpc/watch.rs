@@ -173,6 +173,7 @@ mod tests {
 
     use crate::catalog::Change;
     use crate::index::tests::service_with_pods;
+    use crate::object::Kind;
     use crate::quota::Quotas;
 
     #[tokio::test]
@@ -223,6 +224,7 @@ mod tests {
         while !watch.next().await.synced {}
         apply("s7", "10.0.0.2");
         for number in 0..20 {
+            hub.apply([Change::Delete(Kind::Service, Key::new("shop", "z"))]);
             apply("z", &format!("10.0.1.{number}"));
         }
         let mut turns_of_others = 0;

@@ -17,10 +17,11 @@ use diy_mesh_proto::mesh::v1 as proto;
 pub use sources::{KeySources, MAX_SOURCES};
 
 use super::limits::target_ports;
-use super::links::{Dirty, Link, Links};
+use super::links::{Link, MAX_LABELS};
+use super::reads::{self, Read, Reads};
 use super::routes::check_backend;
 use super::store::{Replaced, Store};
-use super::{Index, Touched};
+use super::{Changed, Index};
 use crate::kinds::authorization::server::Server;
 use crate::kinds::authorization::{
     AuthorizationPolicy, Content, Direction, Effect, MAX_BYTES, MAX_POLICIES, Mode, Rules, Target,
@@ -210,17 +211,12 @@ impl Authorizations {
         self.objects.keys().filter(|key| is_authored(key))
     }
 
-    /// Sets the namespaces whose policies are lost. Returns whether they are others than before.
-    pub(super) fn set_lost(&mut self, namespaces: BTreeSet<Arc<str>>) -> bool {
-        let before = std::mem::replace(&mut self.lost, namespaces);
-        before != self.lost
-    }
-
-    /// A Service has changed.
-    pub(super) fn mark_service(&self, links: &mut Links, key: &Key) {
-        let policies = links.ids(&Link::AuthorizationOf(key.clone())).cloned();
-        let policies: Vec<_> = policies.collect();
-        links.statuses.extend(policies);
+    /// Sets the namespaces whose policies are lost.
+    pub(super) fn set_lost(&mut self, changed: &mut Changed, namespaces: BTreeSet<Arc<str>>) {
+        if self.lost != namespaces {
+            self.lost = namespaces;
+            changed.add(unknown());
+        }
     }
 
     /// The status of a policy.
@@ -254,6 +250,11 @@ impl Authorizations {
             ..policy.status(parents.collect())
         })
     }
+}
+
+/// Which policies of pods are not known was read.
+fn unknown() -> Read {
+    Read::of("unknown policies", &())
 }
 
 /// The condition of a policy that refers to keys or to a server: the first one that does not hold.
@@ -290,14 +291,8 @@ fn has_pods(service: &Service) -> bool {
 }
 
 impl Index {
-    /// Replaces a policy. It concerns the pods of its namespace that it selects or has selected, and
-    /// one of the mesh all pods.
-    pub(super) fn set_authorization(
-        &mut self,
-        key: &Key,
-        new: Option<AuthorizationPolicy>,
-        touched: &mut Touched,
-    ) {
+    /// Replaces a policy.
+    pub(super) fn set_authorization(&mut self, key: &Key, new: Option<AuthorizationPolicy>) {
         let is_of_mesh = self.authorizations.is_of_mesh(key);
         let new = new.map(|policy| if is_of_mesh { policy.of_mesh() } else { policy });
         let is_invalid = new
@@ -309,42 +304,24 @@ impl Index {
             return;
         };
         all.sources.replace(key, old.as_ref(), all.objects.get(key));
-        if is_of_mesh && is_invalid {
-            all.invalid.insert(key.clone());
+        let is_changed = if is_of_mesh && is_invalid {
+            all.invalid.insert(key.clone())
         } else {
-            all.invalid.remove(key);
+            all.invalid.remove(key)
+        };
+        if is_changed {
+            links.changed.add(unknown());
         }
-        if is_of_mesh {
-            let namespaces = self.meshed.keys().cloned();
-            links.dirty.extend(namespaces.map(Dirty::Pods));
-            return;
-        }
-        let both = || old.iter().chain(self.authorizations.objects.get(key));
-        let pods = self.meshed.get(&key.namespace).into_iter().flatten();
-        let selected = pods.filter(|pod| {
-            let pod = &self.pods[pod];
-            both().any(|policy| self.ports(policy, pod).is_some())
+    }
+
+    /// Answers what the policy of a TrafficTarget is.
+    pub(super) fn settle_rules(&mut self, key: &Key) -> Reads {
+        let (policy, reads) = reads::ask(|| {
+            let target = self.authorizations.targets.get(key)?;
+            Some(target.policy(self))
         });
-        touched.pods.extend(selected.cloned());
-    }
-
-    /// A TrafficTarget has changed.
-    pub(super) fn update_traffic_target(&mut self, key: &Key, touched: &mut Touched) {
-        let target = self.authorizations.targets.get(key);
-        let policy = target.map(|target| target.policy(self));
-        self.set_authorization(&policy_key(key), policy, touched);
-        self.links
-            .statuses
-            .insert((Kind::TrafficTarget, key.clone()));
-    }
-
-    /// An HTTPRouteGroup or a TCPRoute of SMI has changed.
-    pub(super) fn update_traffic_targets(&mut self, kind: Kind, key: &Key, touched: &mut Touched) {
-        let targets = self.links.keys(&Link::RuleOf(kind, key.clone())).cloned();
-        let targets: Vec<Key> = targets.collect();
-        targets
-            .iter()
-            .for_each(|target| self.update_traffic_target(target, touched));
+        self.set_authorization(&policy_key(key), policy);
+        reads
     }
 
     /// Where the keys of issuers are.
@@ -374,6 +351,7 @@ impl Index {
 
     /// Whether policies of the pods of a namespace are not known.
     pub(super) fn lacks_policies(&self, namespace: &Arc<str>) -> bool {
+        reads::record(unknown);
         let Authorizations {
             invalid,
             lost,
@@ -394,12 +372,16 @@ impl Index {
         let is_other = !mesh.is_empty() && mesh != own;
         let namespaces = [mesh].into_iter().filter(move |_| is_other).chain([own]);
         let keys = namespaces.flat_map(|name| {
-            let labels = pod.labels.iter();
-            let labels = labels.map(|(label, value)| {
+            let at = |(label, value): (&String, &String)| {
                 Link::AuthorizationAt(name.clone(), label.clone(), value.clone())
-            });
-            let links = labels.chain([Link::AuthorizationIn(name.clone())]);
-            let mut keys: Vec<&Key> = links.flat_map(|link| self.links.keys(&link)).collect();
+            };
+            let others = [Link::AuthorizationIn(name.clone())];
+            let links: Vec<Link> = match pod.labels.len() {
+                ..=MAX_LABELS => pod.labels.iter().map(at).chain(others).collect(),
+                _ => vec![Link::AnyAuthorizationIn(name.clone())],
+            };
+            let keys = links.iter().flat_map(|link| self.links.keys(link));
+            let mut keys = Vec::from_iter(keys);
             keys.sort();
             keys.dedup();
             keys
@@ -521,9 +503,8 @@ impl Index {
     /// routes are together.
     fn routes_to(&self, pod: &Pod) -> Vec<Applied> {
         let mut all: Vec<Applied> = Vec::new();
-        for (key, protected) in self.routes.protected(&pod.key.namespace) {
-            let service = self.services.get(key);
-            let Some(service) = service.filter(|service| service.selects(pod)) else {
+        for service in self.selecting(pod) {
+            let Some(protected) = self.routes.protected(&service.key) else {
                 continue;
             };
             for port in service.tcp_ports() {
@@ -535,7 +516,7 @@ impl Index {
                 match all.iter_mut().find(is_same) {
                     Some(same) => same.ports.extend(targets),
                     None => all.push(Applied {
-                        key: key.clone(),
+                        key: service.key.clone(),
                         rules: rules.clone(),
                         ports: targets,
                     }),

@@ -104,7 +104,7 @@ impl Index {
             let depends = match kind {
                 Kind::TrafficTarget => is_group,
                 // It names the Services of its routes.
-                _ if self.routes.backends.contains_key(id) => {
+                _ if self.routes.backends.get(id).is_some() => {
                     Kind::routes().any(|one| one == *other)
                 }
                 _ => false,
@@ -179,7 +179,6 @@ mod tests {
     use std::collections::BTreeSet;
     use std::sync::Arc;
 
-    use super::super::Touched;
     use super::*;
     use crate::catalog::parse;
     use crate::index::locality::Location;
@@ -229,7 +228,7 @@ mod tests {
     /// The resources and statuses that are withheld while a kind cannot be read.
     fn withheld(kind: Kind) -> Vec<&'static str> {
         let mut index = index(parse(OBJECTS, "cluster.local").unwrap().objects);
-        index.set_readable(kind, false, &mut Touched::default());
+        index.set_readable(kind, false);
         let destinations = [
             ("plain", "10.96.0.1:80"),
             ("split", "10.96.0.2:80"),
@@ -263,9 +262,9 @@ mod tests {
         let all = all.filter(|(_, resource)| is_withheld(resource));
         let names = all.map(|(name, _)| name).collect();
         // The state is known as soon as the kind is.
-        let mut touched = Touched::default();
-        index.set_readable(kind, true, &mut touched);
-        assert!(touched.all);
+        index.take_changed();
+        index.set_readable(kind, true);
+        assert!(index.take_changed().all);
         names
     }
 
@@ -300,7 +299,7 @@ mod tests {
         for kind in optional() {
             let mut index = index(objects.objects.clone());
             index.take_changed_statuses();
-            index.set_readable(kind, false, &mut Touched::default());
+            index.set_readable(kind, false);
             let ids = index.with_status().into_iter();
             let (withheld, written): (BTreeSet<_>, BTreeSet<_>) =
                 ids.partition(|id| index.status(id).is_err());
@@ -319,7 +318,7 @@ mod tests {
             let keeps_programmed = |id| index.status(id).unwrap().unwrap().keeps_programmed;
             assert!(written.iter().all(keeps_programmed), "of another replica");
             index.take_changed_statuses();
-            index.set_readable(kind, true, &mut Touched::default());
+            index.set_readable(kind, true);
             let changed = index.take_changed_statuses();
             assert_eq!(
                 BTreeSet::from_iter(changed.iter().map(|id| &*id.1.name)),

@@ -14,6 +14,7 @@ use bytes::Bytes;
 use super::Index;
 use super::links::Link;
 use super::locality::{Area, Location};
+use super::reads::{self, Read, Readers, Reads};
 use crate::kinds::service::Transport;
 use crate::kinds::slice::SliceEndpoint;
 use crate::kinds::{Pod, Service, Slice};
@@ -272,64 +273,82 @@ fn weight(zone: &str, pod: Option<&Key>) -> usize {
     ENDPOINT_BYTES + zone.len() + pod
 }
 
-/// The endpoints of the Services that states refer to.
+/// The endpoints of the Service ports that states refer to.
 #[derive(Debug, Default)]
-pub(super) struct Cache(Mutex<HashMap<Key, OfService>>);
-
-/// By the name of the port, and whether the addresses are IPv6.
-type OfService = HashMap<(String, bool), Cached>;
+pub(super) struct Cache(Mutex<Sets>);
 
 #[derive(Debug, Default)]
+struct Sets {
+    of_port: HashMap<Arc<OfPort>, Cached>,
+    readers: Readers<OfPort>,
+}
+
+/// The Service, the name of the port, and whether the addresses are IPv6.
+type OfPort = (Key, String, bool);
+
+#[derive(Debug)]
 struct Cached {
     set: Weak<Endpoints>,
     /// Nothing that it depends on has changed.
     is_current: bool,
 }
 
+/// The endpoints of a port were read.
+fn read(port: &OfPort) -> Read {
+    Read::of("endpoints", port)
+}
+
 impl Cache {
-    /// Something that the endpoints of a Service depend on has changed.
-    pub(super) fn invalidate(&self, service: &Key) {
-        let mut services = lock(&self.0);
-        if let Some(sets) = services.get_mut(service) {
-            sets.retain(|_, cached| {
-                cached.is_current = false;
-                cached.set.strong_count() > 0
-            });
-            if sets.is_empty() {
-                services.remove(service);
+    /// Marks the endpoints that have read a changed value, and returns them: they may be others now.
+    pub(super) fn tell(&self, changed: &BTreeSet<Read>) -> Vec<Read> {
+        let mut sets = lock(&self.0);
+        let stale = sets.readers.of(changed).into_iter();
+        let stale = stale.map(|port| {
+            match sets.of_port.get_mut(&port) {
+                Some(cached) if cached.set.strong_count() > 0 => cached.is_current = false,
+                _ => sets.remove(&port),
             }
-        }
+            read(&port)
+        });
+        stale.collect()
     }
 
-    fn get(&self, service: &Key, port: &(String, bool)) -> Option<(Arc<Endpoints>, bool)> {
-        let services = lock(&self.0);
-        let cached = services.get(service)?.get(port)?;
+    fn get(&self, port: &OfPort) -> Option<(Arc<Endpoints>, bool)> {
+        let sets = lock(&self.0);
+        let cached = sets.of_port.get(port)?;
         Some((cached.set.upgrade()?, cached.is_current))
     }
 
-    fn insert(&self, service: &Key, port: (String, bool), set: &Arc<Endpoints>) {
-        let is_used = |cached: &Cached| cached.set.strong_count() > 0;
-        let mut services = lock(&self.0);
-        if services.len() == services.capacity() {
-            services.retain(|_, sets| sets.values().any(is_used));
+    fn insert(&self, port: OfPort, set: &Arc<Endpoints>, reads: Reads) {
+        let mut sets = lock(&self.0);
+        if sets.of_port.len() == sets.of_port.capacity() {
+            let all = sets.of_port.iter();
+            let unused = all.filter(|(_, cached)| cached.set.strong_count() == 0);
+            let unused: Vec<_> = unused.map(|(port, _)| port.clone()).collect();
+            unused.iter().for_each(|port| sets.remove(port));
         }
-        let sets = services.entry(service.clone()).or_default();
-        if sets.len() == sets.capacity() {
-            sets.retain(|_, cached| is_used(cached));
-        }
+        let port = Arc::new(port);
+        sets.readers.set(&port, reads);
         let cached = Cached {
             set: Arc::downgrade(set),
             is_current: true,
         };
-        sets.insert(port, cached);
+        sets.of_port.insert(port, cached);
     }
 
     /// The number of sets in use.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
-        let services = lock(&self.0);
-        let sets = services.values().flat_map(HashMap::values);
+        let sets = lock(&self.0);
+        let sets = sets.of_port.values();
         sets.filter(|cached| cached.set.strong_count() > 0).count()
+    }
+}
+
+impl Sets {
+    fn remove(&mut self, port: &OfPort) {
+        self.of_port.remove(port);
+        self.readers.remove(port);
     }
 }
 
@@ -359,13 +378,18 @@ impl Index {
     ) -> Result<Arc<Endpoints>, NoRoom> {
         let room = self.rooms.get(&service.key);
         let room = room.map_or(Ok(MAX_BYTES), |room| room.of(port))?;
+        let port = (service.key.clone(), port.to_owned(), ipv6);
+        reads::record(|| read(&port));
         // The index does not change meanwhile, so that others compute the same.
-        let port = (port.to_owned(), ipv6);
-        let before = match self.endpoints.get(&service.key, &port) {
+        let before = match self.endpoints.get(&port) {
             Some((current, true)) => return Ok(current),
             before => before.map(|(set, _)| set),
         };
-        let next = self.list(service, &port.0, ipv6, room);
+        let (next, reads) = reads::ask(|| {
+            self.services.get(&service.key);
+            self.rooms.get(&service.key);
+            self.list(service, &port.1, ipv6, room)
+        });
         // Equal ones keep their encoding, unless clients have parts of them.
         let has_parts = service.local_only || service.external_local;
         let is_same = |before: &Arc<Endpoints>| {
@@ -373,7 +397,7 @@ impl Index {
             before.version == next.version && !has_parts && hints == [[false; 2]; 2]
         };
         let next = before.filter(is_same).unwrap_or_else(|| Arc::new(next));
-        self.endpoints.insert(&service.key, port, &next);
+        self.endpoints.insert(port, &next, reads);
         Ok(next)
     }
 
@@ -523,9 +547,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use std::collections::BTreeSet;
 
+    use super::super::Index;
     use super::super::state::TargetKind;
     use super::super::tests::{endpoint, index, ip, pod, service, slice};
-    use super::super::{Index, Touched};
     use super::*;
     use crate::catalog::Change;
     use crate::index::Resource;
@@ -593,7 +617,7 @@ mod tests {
         pod.labels.insert("a".to_owned(), "b".to_owned());
         let apply = |index: &mut Index, pod: Pod| {
             let change = Change::Apply(Object::Pod(pod));
-            index.apply(change, &mut Touched::default());
+            index.apply(change);
         };
         apply(&mut index, pod.clone());
         let next = resolve(&index, "10.96.0.1:1", &anywhere);

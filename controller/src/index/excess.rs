@@ -61,10 +61,10 @@ fn condition(service: &Service) -> Option<Condition> {
 mod tests {
     use std::net::SocketAddr;
 
+    use super::super::Index;
     use super::super::locality::Location;
     use super::super::state::{State, TargetKind};
     use super::super::tests::{endpoint, index, ip, key, pod, service, slice};
-    use super::super::{Index, Touched};
     use super::*;
     use crate::catalog::Change;
     use crate::index::Resource;
@@ -202,8 +202,8 @@ mod tests {
         assert_eq!(problems(&index), expected);
         let mut apply = |service| {
             let change = Change::Apply(Object::Service(service));
-            index.change(change, &mut Touched::default());
-            let is_changed = index.settle(&mut Touched::default());
+            index.change(change);
+            let is_changed = index.settle();
             (is_changed, problems(&index).len())
         };
         assert_eq!(apply(wide("web", 1..=1200)), (true, 1));

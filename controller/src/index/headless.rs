@@ -1,14 +1,12 @@
 //! Headless Services: the ports of pods to which they lead. The oldest of several Services for one
 //! port of a pod decides. The authors of routes and policies of the others get a condition. Pure.
-//!
-//! A change marks the pods that it may concern. They are compared again once for all changes of a
-//! batch.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::Index;
-use super::policies::mark_target;
-use crate::kinds::policy::{Effective, Target};
+use super::links::Link;
+use super::reads::{self, Read, Reads};
+use crate::kinds::policy::Effective;
 use crate::kinds::service::ServicePort;
 use crate::kinds::{Pod, Service};
 use crate::object::condition::{APPLIES_TO_ALL_PODS, OLDER_SERVICE};
@@ -60,6 +58,11 @@ impl Headless {
     }
 }
 
+/// The pods of a headless Service at which an older one decides were read.
+fn read(service: &Key) -> Read {
+    Read::of("older Services", service)
+}
+
 impl Index {
     /// The ports of a pod to which the headless Services that select it lead, with the port of the
     /// Service.
@@ -80,13 +83,17 @@ impl Index {
         })
     }
 
-    /// Compares the headless Services of a changed pod, and marks their routes and policies.
-    pub(super) fn settle_headless(&mut self, pod: &Key) {
-        let next = self.pods.get(pod).map(|pod| self.older_at(pod));
+    /// Answers which headless Services of a pod have older ones.
+    pub(super) fn settle_headless(&mut self, pod: &Key) -> Reads {
+        let (next, reads) = reads::ask(|| {
+            let is_endpoint = self.links.contains(&Link::EndpointOf(pod.clone()));
+            let pod = self.pods.get(pod).filter(|_| is_endpoint)?;
+            Some(self.older_at(pod))
+        });
         for service in self.headless.update(pod, next.unwrap_or_default()) {
-            self.routes.mark(&service, &mut self.links.statuses);
-            mark_target(&mut self.links, &Target::Service(service));
+            self.links.changed.add(read(&service));
         }
+        reads
     }
 
     /// The headless Services of a pod at whose ports older Services decide.
@@ -140,6 +147,7 @@ impl Index {
     fn older_services(&self, route: &Key, parent: &TargetReference) -> Option<Condition> {
         let key = parent.key(route);
         let is_service = parent.kind.as_deref() == Some(Kind::Service.name());
+        reads::record(|| read(&key));
         let all = self.headless.older.get(&key).filter(|_| is_service)?;
         let ports = self.services.get(&key)?.ports.iter();
         let ports = ports.filter(|port| parent.selects(port));

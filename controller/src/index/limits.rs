@@ -8,8 +8,10 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1 as proto;
 use prost::Message;
 
+use super::Index;
+use super::links::{Link, Links, MAX_LABELS};
+use super::reads::{self, Read, Reads};
 use super::store::Store;
-use super::{Index, Touched};
 use crate::kinds::policy::{Side, Target};
 use crate::kinds::service::{ServicePort, TargetPort, Transport};
 use crate::kinds::{Pod, Service};
@@ -31,19 +33,14 @@ pub(super) struct Limits {
 }
 
 impl Limits {
-    /// Whether a Service had limits before the latest changes.
-    pub(super) fn has(&self, service: &Key) -> bool {
-        self.replicas.contains_key(service)
-    }
-
-    /// A pod of a namespace has changed. Another number of replicas, as proxies are told it, marks
-    /// the Service.
+    /// A pod of a namespace has changed. Another number of replicas, as proxies are told it, is told
+    /// apart.
     pub(super) fn count(
         &mut self,
+        links: &mut Links,
         services: &Store<Service>,
         namespace: &Arc<str>,
         [old, new]: [Option<&Pod>; 2],
-        touched: &mut Touched,
     ) {
         let is_replica = |pod: Option<&Pod>, service: &Service| {
             pod.is_some_and(|pod| is_ready(pod) && pod.identity.is_some() && service.selects(pod))
@@ -61,7 +58,7 @@ impl Limits {
                 _ => {}
             }
             if rounded(*replicas) != before {
-                touched.replicas.insert(key.clone());
+                links.changed.replicas.insert(read(key));
             }
         }
     }
@@ -72,12 +69,16 @@ impl Limits {
         self.replicas.len()
     }
 
-    /// The Services of a namespace with limits.
-    fn of(&self, namespace: &Arc<str>) -> impl Iterator<Item = (&Key, u32)> {
-        let services = self.replicas.range(Key::first_in(namespace)..);
-        let services = services.take_while(move |(key, _)| key.namespace == *namespace);
-        services.map(|(key, replicas)| (key, rounded(*replicas)))
+    /// The replicas of a Service, if it has limits.
+    fn of(&self, service: &Key) -> Option<u32> {
+        reads::record(|| read(service));
+        self.replicas.get(service).copied().map(rounded)
     }
+}
+
+/// The replicas of a Service were read.
+fn read(service: &Key) -> Read {
+    Read::of("replicas", service)
 }
 
 fn is_ready(pod: &Pod) -> bool {
@@ -85,16 +86,19 @@ fn is_ready(pod: &Pod) -> bool {
 }
 
 impl Index {
-    /// Counts the replicas of a changed Service. Its limits concern its pods at once.
-    pub(super) fn settle_limits(&mut self, key: &Key, touched: &mut Touched) {
+    /// Answers whether a Service has limits, and counts its replicas if so: from then on, changes of pods
+    /// are counted.
+    pub(super) fn settle_limits(&mut self, key: &Key) -> Reads {
         let before = self.limits.replicas.remove(key);
-        let replicas = self.limited(key).map(|service| self.replicas(service));
+        let (service, reads) = reads::ask(|| self.limited(key));
+        let replicas = service.map(|service| self.replicas(service));
         if let Some(replicas) = replicas {
             self.limits.replicas.insert(key.clone(), replicas);
         }
-        if before.is_some() || replicas.is_some() {
-            touched.pods.extend(self.pods_limited_by(key));
+        if before.map(rounded) != replicas.map(rounded) {
+            self.links.changed.add(read(key));
         }
+        reads
     }
 
     /// A Service with rate limits or telemetry.
@@ -105,18 +109,27 @@ impl Index {
     }
 
     /// The meshed pods that a Service selects.
-    pub fn pods_limited_by(&self, service: &Key) -> Vec<Key> {
-        let Some(service) = self.services.get(service) else {
-            return Vec::new();
-        };
-        let selected = self.selected(service);
-        selected.map(|pod| pod.key.clone()).collect()
-    }
-
     pub(super) fn selected<'a>(&'a self, service: &'a Service) -> impl Iterator<Item = &'a Pod> {
         let pods = self.meshed.get(&service.key.namespace);
         let pods = pods.into_iter().flatten().map(|key| &self.pods[key]);
         pods.filter(|pod| service.selects(pod))
+    }
+
+    /// The Services that select a pod, in the order of their names.
+    pub(super) fn selecting<'a>(&'a self, pod: &Pod) -> Vec<&'a Service> {
+        let namespace = &pod.key.namespace;
+        let at = |(name, value): (&String, &String)| {
+            Link::ServiceAt(namespace.clone(), name.clone(), value.clone())
+        };
+        let links = match pod.labels.len() {
+            ..=MAX_LABELS => pod.labels.iter().map(at).collect(),
+            _ => vec![Link::ServiceIn(namespace.clone())],
+        };
+        let services = links.iter().flat_map(|link| self.links.keys(link));
+        let services = services.map(|key| &self.services[key]);
+        let mut services = Vec::from_iter(services.filter(|service| service.selects(pod)));
+        services.sort_by_key(|service| &service.key);
+        services
     }
 
     fn replicas(&self, service: &Service) -> u32 {
@@ -126,11 +139,9 @@ impl Index {
 
     /// The Services with limits that select a pod, with their replicas: the oldest ones first.
     pub(super) fn limiting(&self, pod: &Pod) -> Vec<(&Service, u32)> {
-        let services = self.limits.of(&pod.key.namespace);
-        let services = services.map(|(key, replicas)| (&self.services[key], replicas));
-        let mut services: Vec<_> = services
-            .filter(|(service, _)| service.selects(pod))
-            .collect();
+        let services = self.selecting(pod).into_iter();
+        let services = services.map(|service| Some((service, self.limits.of(&service.key)?)));
+        let mut services = Vec::from_iter(services.flatten());
         services.sort_by_key(|(service, _)| (service.created, &service.key));
         services
     }

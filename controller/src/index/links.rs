@@ -1,11 +1,13 @@
 //! The reverse references between the objects of the catalog, and the items to compute again after
 //! a change. Pure.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use super::Changed;
+use super::reads::{self, Read};
 use crate::kinds::authorization::{self, AuthorizationPolicy};
 use crate::kinds::mesh::Mesh;
 use crate::kinds::policy::{Policy, Target};
@@ -15,6 +17,8 @@ use crate::kinds::smi::traffic_target::{TcpGroup, TrafficTarget};
 use crate::kinds::{Node, Pod, Service, Slice};
 use crate::object::{Key, Kind, ObjectId};
 
+/// The labels of a pod that are read each. With more, all objects of the namespace are read.
+pub(super) const MAX_LABELS: usize = 64;
 /// The number of maps of links.
 const SHARDS: usize = 256;
 
@@ -29,6 +33,8 @@ pub(super) enum Link {
     NodePort(u16),
     /// A Service: its namespace.
     ServiceIn(Arc<str>),
+    /// A Service: its namespace, and a label that all pods have that it selects.
+    ServiceAt(Arc<str>, String, String),
     /// A Service: the one that it is a canary of.
     CanaryOf(Key),
     /// A slice: its Service.
@@ -61,6 +67,8 @@ pub(super) enum Link {
     Target(Target),
     /// A TrafficTarget: the HTTPRouteGroup or the TCPRoute of SMI of a rule.
     RuleOf(Kind, Key),
+    /// An AuthorizationPolicy: its namespace.
+    AnyAuthorizationIn(Arc<str>),
     /// An AuthorizationPolicy: its namespace, if its other links do not tell which pods it may select.
     AuthorizationIn(Arc<str>),
     /// An AuthorizationPolicy: its namespace, and a label that all pods of a target have.
@@ -69,14 +77,18 @@ pub(super) enum Link {
     AuthorizationOf(Key),
 }
 
-/// An item to compute again. Items are computed in this order: none depends on a later one.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Dirty {
+/// A question whose answer others read. Questions are answered in this order: none reads a later one.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum Question {
+    /// The route of a TrafficSplit.
+    Split(Key),
+    /// The AuthorizationPolicy of a TrafficTarget.
+    Rules(Key),
     /// The policy that applies to a target.
     Target(Target),
     /// The policy of a Service.
     Policy(Key),
-    /// The rate limits of a Service.
+    /// Whether a Service has rate limits or telemetry.
     Limits(Key),
     /// The canaries of a Service.
     Canaries(Key),
@@ -86,8 +98,20 @@ pub(super) enum Dirty {
     Headless(Key),
     /// The room of the endpoints of a Service.
     Room(Key),
-    /// The authorization or telemetry of the pods of a namespace.
-    Pods(Arc<str>),
+}
+
+impl Question {
+    /// The question that the first object with a link poses.
+    fn of(link: &Link) -> Option<Question> {
+        match link {
+            Link::Target(target) => Some(Question::Target(target.clone())),
+            Link::CanaryOf(primary) => Some(Question::Canaries(primary.clone())),
+            Link::RouteOf(service, namespace) => {
+                Some(Question::Routes(service.clone(), namespace.clone()))
+            }
+            _ => None,
+        }
+    }
 }
 
 /// The objects with each link. In many maps: one that grows moves all that it holds at once, and the
@@ -126,7 +150,9 @@ impl Shards {
 #[derive(Debug, Default)]
 pub(super) struct Links {
     objects: Shards,
-    pub dirty: BTreeSet<Dirty>,
+    pub changed: Changed,
+    /// The questions to answer.
+    pub stale: BTreeSet<Arc<Question>>,
     /// The objects whose status may have changed.
     pub statuses: BTreeSet<ObjectId>,
 }
@@ -134,7 +160,13 @@ pub(super) struct Links {
 impl Links {
     /// The objects with a link, in order.
     pub fn ids<'a>(&'a self, link: &Link) -> impl Iterator<Item = &'a ObjectId> + Clone + use<'a> {
-        self.objects.of(link).get(link).into_iter().flatten()
+        self.of(link).into_iter().flatten()
+    }
+
+    /// Records that the objects with a link were read.
+    fn of(&self, link: &Link) -> Option<&BTreeSet<ObjectId>> {
+        reads::record(|| Read::of("link", link));
+        self.objects.of(link).get(link)
     }
 
     /// The keys of the objects with a link, which only one kind has.
@@ -150,15 +182,18 @@ impl Links {
         namespace: &'a Arc<str>,
     ) -> impl Iterator<Item = &'a Key> + use<'a> {
         let first = (kind, Key::first_in(namespace));
-        let ids = self.objects.of(link).get(link);
-        let keys = ids.map(|ids| ids.range(first..)).into_iter().flatten();
+        let keys = self
+            .of(link)
+            .map(|ids| ids.range(first..))
+            .into_iter()
+            .flatten();
         let keys = keys.map(|(_, key)| key);
         keys.take_while(move |key| key.namespace == *namespace)
     }
 
     /// Whether objects have a link.
     pub fn contains(&self, link: &Link) -> bool {
-        self.objects.of(link).contains_key(link)
+        self.of(link).is_some()
     }
 
     /// Replaces the links of an object.
@@ -166,18 +201,32 @@ impl Links {
         if old == new {
             return;
         }
-        for link in old {
-            super::unlink(self.objects.of_mut(&link), &link, id);
+        let (old, new): (HashSet<Link>, HashSet<Link>) =
+            (old.into_iter().collect(), new.into_iter().collect());
+        for link in old.difference(&new) {
+            super::unlink(self.objects.of_mut(link), link, id);
+            self.tell(link);
         }
-        for link in new {
-            super::link(self.objects.of_mut(&link), &link, id);
+        for link in new.difference(&old) {
+            super::link(self.objects.of_mut(link), link, id);
+            self.tell(link);
         }
+    }
+
+    fn tell(&mut self, link: &Link) {
+        self.changed.add(Read::of("link", link));
+        self.stale.extend(Question::of(link).map(Arc::new));
+    }
+
+    /// Poses questions.
+    pub fn pose(&mut self, questions: impl IntoIterator<Item = Question>) {
+        self.stale.extend(questions.into_iter().map(Arc::new));
     }
 
     #[cfg(test)]
     pub fn len(&self) -> usize {
         let links = self.objects.maps.iter().map(HashMap::len);
-        links.sum::<usize>() + self.dirty.len()
+        links.sum::<usize>() + self.stale.len()
     }
 }
 
@@ -185,6 +234,11 @@ impl Links {
 pub(super) trait Linked: PartialEq {
     fn links(&self) -> Vec<Link> {
         Vec::new()
+    }
+
+    /// Whether questions may have another answer with it than with the previous object.
+    fn differs(&self, _: &Self) -> bool {
+        true
     }
 }
 
@@ -195,8 +249,13 @@ impl Linked for Service {
         let addresses = cluster.chain(external);
         let addresses = addresses.chain(self.node_ports().map(Link::NodePort));
         let primary = self.primary().map(Link::CanaryOf);
-        let own = Link::ServiceIn(self.key.namespace.clone());
-        addresses.chain(primary).chain([own]).collect()
+        let namespace = || self.key.namespace.clone();
+        let at = |(name, value): (&String, &String)| {
+            Link::ServiceAt(namespace(), name.clone(), value.clone())
+        };
+        let label = self.selector.first_key_value().map(at);
+        let own = Link::ServiceIn(namespace());
+        addresses.chain(primary).chain([own]).chain(label).collect()
     }
 }
 
@@ -218,6 +277,16 @@ impl Linked for Pod {
         let unready = self.unready_by_node.then(|| self.node.clone());
         let unready = unready.map(Link::UnreadyOn);
         addresses.chain([own]).chain(unready).collect()
+    }
+
+    /// Replicas alone depend on the readiness, which are counted apart.
+    fn differs(&self, before: &Self) -> bool {
+        let ready = self.ready;
+        *self
+            != Pod {
+                ready,
+                ..before.clone()
+            }
     }
 }
 
@@ -286,7 +355,9 @@ impl Linked for AuthorizationPolicy {
         });
         let links = links.flat_map(|(pods, service)| [pods].into_iter().chain(service));
         let server = self.server().map(|server| server.service.clone());
-        links.chain(server.map(Link::AuthorizationOf)).collect()
+        let server = server.map(Link::AuthorizationOf);
+        let any = Link::AnyAuthorizationIn(own());
+        links.chain(server).chain([any]).collect()
     }
 }
 

@@ -15,6 +15,7 @@ pub mod locality;
 pub mod outcome;
 mod policies;
 pub mod position;
+pub mod reads;
 mod resolve;
 mod resource;
 mod routes;
@@ -26,7 +27,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::hash::Hash;
 use std::net::IpAddr;
 use std::ops::Bound;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::catalog::{Change, Event};
 use crate::kinds::{Node, Object, Pod, Service, Slice};
@@ -35,11 +36,12 @@ use authorization::Authorizations;
 use endpoints::Room;
 use headless::Headless;
 use limits::Limits;
-use links::{Dirty, Link, Links};
+use links::{Link, Links, Question};
 use policies::Policies;
 use position::{History, Position, Progress};
+use reads::{Read, Readers, Reads};
 use routes::Routes;
-use store::{Replaced, Store, put};
+use store::{Replaced, Store, Values};
 
 use crate::kinds::mesh::Mesh;
 use crate::kinds::policy::Target;
@@ -61,9 +63,14 @@ pub struct Index {
     limits: Limits,
     headless: Headless,
     /// The room of the ports of Services with endpoints over the limit.
-    rooms: HashMap<Key, Room>,
+    rooms: Values<Key, Room>,
     endpoints: endpoints::Cache,
     links: Links,
+    changed: Changed,
+    /// The values that the answers of questions depend on.
+    readers: Readers<Question>,
+    /// The same for the statuses that somebody has asked for.
+    reported: Mutex<Readers<ObjectId>>,
     history: History,
     /// The position after the latest complete batch of changes.
     position: Option<Arc<Position>>,
@@ -90,23 +97,31 @@ pub enum Step {
     SetLost(BTreeSet<Arc<str>>),
 }
 
-/// The topics that changes may affect.
+/// Changed values, for the questions that have read them.
 #[derive(Debug, Default, PartialEq)]
-pub struct Touched {
-    /// Services with a possibly changed view.
+pub struct Changed {
+    /// Objects, links and results.
+    pub reads: BTreeSet<Read>,
+    /// Numbers of the replicas of Services with rate limits, which concern all of their pods.
+    pub replicas: BTreeSet<Read>,
+    /// Services that are new, or do not exist any more.
     pub services: BTreeSet<Key>,
-    /// Addresses with possibly changed destinations.
-    pub addresses: BTreeSet<IpAddr>,
-    /// Pods with possibly changed inbound configuration or location.
-    pub pods: BTreeSet<Key>,
-    /// Nodes with a possibly changed zone.
-    pub nodes: BTreeSet<Arc<str>>,
-    /// Ports with possibly changed destinations at the addresses of nodes.
-    pub node_ports: BTreeSet<u16>,
-    /// Services with rate limits and another number of replicas, which concerns their pods.
-    pub replicas: BTreeSet<Key>,
-    /// All resources: one of the kinds that they depend on can be read now, or cannot be read.
+    /// All: one of the kinds that states depend on can be read now, or cannot be read.
     pub all: bool,
+}
+
+impl Changed {
+    fn add(&mut self, read: Read) {
+        self.reads.insert(read);
+    }
+
+    /// Adds later changes.
+    pub fn append(&mut self, mut later: Changed) {
+        self.reads.append(&mut later.reads);
+        self.replicas.append(&mut later.replicas);
+        self.services.append(&mut later.services);
+        self.all |= later.all;
+    }
 }
 
 impl Index {
@@ -153,27 +168,51 @@ impl Index {
         }
     }
 
-    /// Applies a step, and adds the affected topics to `touched`. After the last one of a batch,
-    /// [`settle_one`](Self::settle_one) completes them.
-    pub fn step(&mut self, step: Step, touched: &mut Touched) {
+    /// Applies a step. After the last one of a batch, [`settle_one`](Self::settle_one) completes it.
+    pub fn step(&mut self, step: Step) {
         match step {
             Step::Set(object) => {
                 let (kind, key) = (object.kind(), object.key().clone());
-                self.set(kind, &key, Some(object), touched);
+                self.set(kind, &key, Some(object));
             }
-            Step::Remove(kind, key) => self.set(kind, &key, None, touched),
+            Step::Remove(kind, key) => self.set(kind, &key, None),
             Step::Record(kind, progress, version) => {
                 self.history.record(kind, progress, version);
                 self.is_position_current = false;
             }
             Step::SetLost(namespaces) => {
-                touched.all |= self.authorizations.set_lost(namespaces);
+                let changed = &mut self.links.changed;
+                self.authorizations.set_lost(changed, namespaces);
             }
             Step::SetEpoch(epoch) => {
                 self.history.set_epoch(epoch);
                 self.is_position_current = false;
             }
         }
+        self.tell();
+    }
+
+    /// Tells what has changed to those that have read it.
+    fn tell(&mut self) {
+        let changed = std::mem::take(&mut self.links.changed);
+        self.links
+            .stale
+            .append(&mut self.readers.of(&changed.reads));
+        let reported = self.reported.get_mut();
+        let reported = reported.unwrap_or_else(PoisonError::into_inner);
+        let statuses = reported.of(&changed.reads).into_iter();
+        self.links
+            .statuses
+            .extend(statuses.map(|id| ObjectId::clone(&id)));
+        self.changed
+            .reads
+            .extend(self.endpoints.tell(&changed.reads));
+        self.changed.append(changed);
+    }
+
+    /// The changes since the last call.
+    pub fn take_changed(&mut self) -> Changed {
+        std::mem::take(&mut self.changed)
     }
 
     /// The position after the latest complete batch of changes, if positions have an order.
@@ -181,10 +220,10 @@ impl Index {
         self.position.as_ref()
     }
 
-    /// Computes a part of what changes concern: first what others depend on. Returns whether nothing
-    /// is left.
-    pub fn settle_one(&mut self, touched: &mut Touched) -> bool {
-        let Some(dirty) = self.links.dirty.pop_first() else {
+    /// Answers a question that changes concern: first those that others read. Returns whether none is
+    /// left.
+    pub fn settle_one(&mut self) -> bool {
+        let Some(question) = self.links.stale.pop_first() else {
             if !std::mem::replace(&mut self.is_position_current, true) {
                 let api = self.services.get(&Key::new("default", "kubernetes"));
                 let cluster = api.map(|service| &*service.uid);
@@ -194,62 +233,66 @@ impl Index {
             return true;
         };
         let (links, services) = (&mut self.links, &self.services);
-        match dirty {
-            Dirty::Target(target) => self.policies.settle(links, target),
-            Dirty::Policy(service) => {
-                if self.policies.update(&service, services.get(&service)) {
-                    self.routes.mark_service(links, &service);
-                    links.dirty.insert(Dirty::Limits(service.clone()));
-                    self.touch_clients(&service, touched);
-                    // Clients use the endpoints of the Service as a backend too.
-                    touched.services.insert(service);
-                }
+        let reads = match &*question {
+            Question::Split(key) => self.routes.settle_split(links, key),
+            Question::Rules(key) => self.settle_rules(key),
+            Question::Target(target) => self.policies.settle(links, target),
+            Question::Policy(key) => self.policies.settle_service(links, key, services),
+            Question::Limits(key) => self.settle_limits(key),
+            Question::Canaries(key) => self.routes.settle_canaries(links, key, services),
+            Question::Routes(key, namespace) => {
+                let group = (key, namespace);
+                self.routes.settle(links, group, services, &self.policies)
             }
-            Dirty::Limits(service) => self.settle_limits(&service, touched),
-            Dirty::Canaries(primary) => {
-                if self.routes.settle_canaries(links, &primary, services) {
-                    touched.services.insert(primary);
-                }
-            }
-            Dirty::Routes(service, namespace) => {
-                let group = (service.clone(), namespace);
-                let concerned = self.routes.settle(links, group, services, &self.policies);
-                if concerned.clients {
-                    self.touch_clients(&service, touched);
-                }
-                if concerned.pods {
-                    touched.pods.extend(self.pods_limited_by(&service));
-                }
-            }
-            Dirty::Headless(pod) => self.settle_headless(&pod),
-            Dirty::Room(service) => self.settle_room(&service, touched),
-            Dirty::Pods(namespace) => {
-                let pods = self.meshed.get(&namespace).into_iter().flatten();
-                touched.pods.extend(pods.cloned());
-            }
+            Question::Headless(pod) => self.settle_headless(pod),
+            Question::Room(key) => self.settle_room(key),
+        };
+        if self.is_posed(&question) {
+            self.readers.set(&question, reads);
+        } else {
+            self.readers.remove(&question);
         }
+        self.tell();
         false
     }
 
+    /// Whether there is something that a question is about. Others have no answer.
+    fn is_posed(&self, question: &Question) -> bool {
+        match question {
+            Question::Split(key) => self.routes.traffic_splits.get(key).is_some(),
+            Question::Rules(key) => self.authorizations.targets.get(key).is_some(),
+            Question::Target(target) => self.links.contains(&Link::Target(target.clone())),
+            Question::Policy(key) | Question::Limits(key) | Question::Room(key) => {
+                self.services.get(key).is_some()
+            }
+            Question::Canaries(key) => self.links.contains(&Link::CanaryOf(key.clone())),
+            Question::Routes(key, namespace) => {
+                let link = Link::RouteOf(key.clone(), namespace.clone());
+                self.links.contains(&link)
+            }
+            Question::Headless(pod) => self.links.contains(&Link::EndpointOf(pod.clone())),
+        }
+    }
+
     /// Applies a change without its resource version, and completes it.
-    pub fn apply(&mut self, change: Change, touched: &mut Touched) {
+    pub fn apply(&mut self, change: Change) {
         for step in self.steps(change.into()) {
             if !matches!(step, Step::Record(..)) {
-                self.step(step, touched);
+                self.step(step);
             }
         }
-        while !self.settle_one(touched) {}
+        while !self.settle_one() {}
     }
 
     /// Records whether an installed kind that was not listed before can be read.
-    pub fn set_readable(&mut self, kind: Kind, is_readable: bool, touched: &mut Touched) {
+    pub fn set_readable(&mut self, kind: Kind, is_readable: bool) {
         let is_changed = if is_readable {
             self.unreadable.remove(&kind)
         } else {
             self.unreadable.insert(kind)
         };
         if is_changed {
-            touched.all = true;
+            self.changed.all = true;
             self.links.statuses.extend(self.with_status());
         }
     }
@@ -259,24 +302,19 @@ impl Index {
         std::mem::take(&mut self.links.statuses)
     }
 
-    /// Adds the destinations of a Service, also those at its pods.
-    fn touch_clients(&self, key: &Key, touched: &mut Touched) {
-        let Some(service) = self.services.get(key) else {
-            return;
-        };
-        touch_addresses(service, touched);
-        // A route may take precedence over its canaries.
-        if self.routes.has_canaries(key) {
-            touched.services.insert(key.clone());
-        }
-        if service.is_headless {
-            self.slices_of(key)
-                .for_each(|slice| self.touch_pods(slice, touched));
-        }
-    }
-
     /// The status for the author of a route, of a policy or of a Service.
     pub fn status(&self, id: &ObjectId) -> Result<Option<ObjectStatus>, Withheld> {
+        let (status, reads) = reads::ask(|| self.answer_status(id));
+        let reported = self.reported.lock();
+        let mut reported = reported.unwrap_or_else(PoisonError::into_inner);
+        match &status {
+            Ok(None) => reported.remove(id),
+            _ => reported.set(&Arc::new(id.clone()), reads),
+        }
+        status
+    }
+
+    fn answer_status(&self, id: &ObjectId) -> Result<Option<ObjectStatus>, Withheld> {
         if self.is_status_withheld(id) {
             return Err(Withheld);
         }
@@ -322,7 +360,7 @@ impl Index {
         let reporting = Kind::ALL.into_iter().filter(reporting);
         let objects = reporting.flat_map(|kind| self.keys(kind).map(move |key| (kind, key)));
         let services = self.services.values().filter(|service| {
-            let has_excess = service.excess.is_some() || self.rooms.contains_key(&service.key);
+            let has_excess = service.excess.is_some() || self.rooms.get(&service.key).is_some();
             has_excess || service.canary.is_some()
         });
         let services = services.map(|service| (Kind::Service, &service.key));
@@ -339,7 +377,7 @@ impl Index {
     /// A Service with its canaries, and the routes and policies that name it.
     pub fn objects_of_service(&self, key: &Key) -> BTreeSet<ObjectId> {
         let mut ids = BTreeSet::from([(Kind::Service, key.clone())]);
-        self.routes.mark(key, &mut ids);
+        ids.extend(self.routes.ids(key).cloned());
         let target = Target::Service(key.clone());
         for link in [Link::CanaryOf(key.clone()), Link::Target(target)] {
             ids.extend(self.links.ids(&link).cloned());
@@ -433,7 +471,7 @@ impl Index {
     }
 
     /// Replaces an object. `None`: it is deleted.
-    fn set(&mut self, kind: Kind, key: &Key, new: Option<Object>, touched: &mut Touched) {
+    fn set(&mut self, kind: Kind, key: &Key, new: Option<Object>) {
         macro_rules! typed {
             ($variant:ident) => {
                 new.and_then(|object| match object {
@@ -448,33 +486,36 @@ impl Index {
             links.statuses.insert((kind, key.clone()));
         }
         match kind {
-            Kind::Service => self.set_service(key, typed!(Service), touched),
-            Kind::Slice => self.set_slice(key, typed!(Slice), touched),
-            Kind::Pod => self.set_pod(key, typed!(Pod), touched),
-            Kind::Node => self.set_node(key, typed!(Node), touched),
+            Kind::Service => self.set_service(key, typed!(Service)),
+            Kind::Slice => self.set_slice(key, typed!(Slice)),
+            Kind::Pod => self.set_pod(key, typed!(Pod)),
+            Kind::Node => drop(self.nodes.replace(links, kind, key, typed!(Node))),
             Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => {
                 self.routes.set_route(links, kind, key, typed!(Route))
             }
-            Kind::Grant => self.routes.set_grant(links, key, typed!(Grant)),
+            Kind::Grant => drop(self.routes.grants.replace(links, kind, key, typed!(Grant))),
             Kind::Backend => {
                 let id = (kind, key.clone());
-                self.routes.set_backend(links, id, typed!(Backend));
+                let backends = &mut self.routes.backends;
+                backends.put(&mut links.changed, &id, typed!(Backend));
             }
-            Kind::TrafficSplit => self.routes.set_traffic_split(links, key, typed!(Split)),
+            Kind::TrafficSplit => {
+                let splits = &mut self.routes.traffic_splits;
+                splits.replace(links, kind, key, typed!(Split));
+                links.pose([Question::Split(key.clone())]);
+            }
             Kind::RouteGroup => {
-                self.routes.set_group(links, key, typed!(RouteGroup));
-                self.update_traffic_targets(kind, key, touched);
+                let groups = &mut self.routes.route_groups;
+                groups.replace(links, kind, key, typed!(RouteGroup));
             }
             Kind::TrafficTarget => {
-                let new = typed!(TrafficTarget);
-                let all = &mut self.authorizations;
-                all.targets.replace(links, kind, key, new);
-                self.update_traffic_target(key, touched);
+                let targets = &mut self.authorizations.targets;
+                targets.replace(links, kind, key, typed!(TrafficTarget));
+                links.pose([Question::Rules(key.clone())]);
             }
             Kind::TcpGroup => {
-                let (groups, new) = (&mut self.authorizations.tcp_groups, typed!(TcpGroup));
-                groups.replace(links, kind, key, new);
-                self.update_traffic_targets(kind, key, touched);
+                let groups = &mut self.authorizations.tcp_groups;
+                groups.replace(links, kind, key, typed!(TcpGroup));
             }
             Kind::TrafficPolicy => {
                 let (backend, policy) = match new {
@@ -482,17 +523,16 @@ impl Index {
                     Some(Object::Policy(policy)) => (None, Some(policy)),
                     _ => (None, None),
                 };
-                self.routes.set_backend(links, (kind, key.clone()), backend);
-                self.policies.set(links, key, policy);
+                let (backends, policies) = (&mut self.routes.backends, &mut self.policies.objects);
+                backends.put(&mut links.changed, &(kind, key.clone()), backend);
+                policies.replace(links, kind, key, policy);
             }
-            Kind::Authorization => {
-                self.set_authorization(key, typed!(Authorization), touched);
-            }
+            Kind::Authorization => self.set_authorization(key, typed!(Authorization)),
             Kind::Mesh => drop(self.meshes.replace(links, kind, key, typed!(Mesh))),
         }
     }
 
-    fn set_service(&mut self, key: &Key, new: Option<Service>, touched: &mut Touched) {
+    fn set_service(&mut self, key: &Key, new: Option<Service>) {
         let replaced = self
             .services
             .replace(&mut self.links, Kind::Service, key, new);
@@ -500,73 +540,51 @@ impl Index {
             return;
         };
         let (new, links) = (self.services.get(key), &mut self.links);
+        if old.is_some() != new.is_some() {
+            links.changed.services.insert(key.clone());
+        }
         let both = || old.iter().chain(new);
-        both().for_each(|service| touch_addresses(service, touched));
-        touched.services.insert(key.clone());
-        self.endpoints.invalidate(key);
         if both().any(|service| service.canary.is_some() || service.excess.is_some()) {
             links.statuses.insert((Kind::Service, key.clone()));
         }
-        self.routes.set_service(links, key, old.as_ref(), new);
-        self.policies.set_service(links, key);
-        self.authorizations.mark_service(links, key);
-        let of_service = [Dirty::Limits(key.clone()), Dirty::Room(key.clone())];
-        links.dirty.extend(of_service);
-        if let Some(old) = &old
-            && self.limits.has(key)
-        {
-            touched
-                .pods
-                .extend(self.selected(old).map(|pod| pod.key.clone()));
-        }
-        let is_protected = self.routes.is_protected(key);
-        if is_protected || self.links.contains(&Link::AuthorizationOf(key.clone())) {
-            let selected = old.iter().chain(self.services.get(key));
-            let selected = selected.flat_map(|service| self.selected(service));
-            touched.pods.extend(selected.map(|pod| pod.key.clone()));
-        }
+        links.pose([
+            Question::Policy(key.clone()),
+            Question::Limits(key.clone()),
+            Question::Room(key.clone()),
+        ]);
         if both().any(|service| service.is_headless) {
-            self.routes.mark(key, &mut self.links.statuses);
-            self.slices_of(key)
-                .for_each(|slice| self.touch_pods(slice, touched));
             let pods = self.slices_of(key).flat_map(pods_of).cloned();
-            let pods: Vec<Dirty> = pods.map(Dirty::Headless).collect();
-            self.links.dirty.extend(pods);
+            let pods: Vec<Question> = pods.map(Question::Headless).collect();
+            self.links.pose(pods);
         }
     }
 
-    fn set_slice(&mut self, key: &Key, new: Option<Slice>, touched: &mut Touched) {
+    fn set_slice(&mut self, key: &Key, new: Option<Slice>) {
         let replaced = self.slices.replace(&mut self.links, Kind::Slice, key, new);
         let Some(Replaced(old)) = replaced else {
             return;
         };
         for slice in old.iter().chain(self.slices.get(key)) {
-            self.touch_service_of(slice, touched);
             let service = slice.service.as_ref();
-            let dirty = &mut self.links.dirty;
-            dirty.extend(service.cloned().map(Dirty::Room));
             let service = service.and_then(|key| self.services.get(key));
             if service.is_some_and(|service| service.is_headless) {
-                dirty.extend(pods_of(slice).cloned().map(Dirty::Headless));
-                self.touch_pods(slice, touched);
+                let pods = pods_of(slice).cloned();
+                self.links.pose(pods.map(Question::Headless));
             }
         }
     }
 
-    /// The ports or the slices of a Service have changed, perhaps many.
-    fn settle_room(&mut self, key: &Key, touched: &mut Touched) {
-        let service = self.services.get(key);
-        let room = service.and_then(|service| self.compute_room(service));
-        let before = put(&mut self.rooms, key, room);
-        if before.as_ref() != self.rooms.get(key) {
-            self.endpoints.invalidate(key);
-            self.touch_clients(key, touched);
-            touched.services.insert(key.clone());
+    /// Answers whether the endpoints of a Service have room.
+    fn settle_room(&mut self, key: &Key) -> Reads {
+        let (room, reads) = reads::ask(|| self.compute_room(self.services.get(key)?));
+        if self.rooms.put(&mut self.links.changed, key, room).is_some() {
+            // Its status may be the first one.
             self.links.statuses.insert((Kind::Service, key.clone()));
         }
+        reads
     }
 
-    fn set_pod(&mut self, key: &Key, new: Option<Pod>, touched: &mut Touched) {
+    fn set_pod(&mut self, key: &Key, new: Option<Pod>) {
         let replaced = self.pods.replace(&mut self.links, Kind::Pod, key, new);
         let Some(Replaced(old)) = replaced else {
             return;
@@ -586,71 +604,9 @@ impl Index {
             }
             _ => {}
         }
-        let (services, limits) = (&self.services, &mut self.limits);
-        limits.count(services, &key.namespace, [old.as_ref(), new], touched);
-        // Readiness does not affect destinations.
-        let ready = new.is_some_and(|pod| pod.ready);
-        let same_readiness = old.clone().map(|old| Pod { ready, ..old });
-        if same_readiness.as_ref() == new {
-            return;
-        }
-        touched.pods.insert(key.clone());
-        let of_pod = Link::EndpointOf(key.clone());
-        if self.links.contains(&of_pod) {
-            self.links.dirty.insert(Dirty::Headless(key.clone()));
-        }
-        let addresses = old.iter().chain(new).flat_map(Pod::own_addresses);
-        let bare = addresses.clone().map(|ip| Link::EndpointAt(*ip));
-        for link in bare.chain([of_pod]) {
-            self.touch_services_with(&link, touched);
-        }
-        touched.addresses.extend(addresses);
+        let (limits, both) = (&mut self.limits, [old.as_ref(), new]);
+        limits.count(&mut self.links, &self.services, &key.namespace, both);
     }
-
-    /// Adds the Services of the slices with a link.
-    fn touch_services_with(&self, link: &Link, touched: &mut Touched) {
-        for slice in self.links.keys(link) {
-            self.touch_service_of(&self.slices[slice], touched);
-        }
-    }
-
-    /// Adds the Service of a slice and its addresses.
-    fn touch_service_of(&self, slice: &Slice, touched: &mut Touched) {
-        let service = slice.service.as_ref();
-        if let Some(service) = service.and_then(|key| self.services.get(key)) {
-            touch_addresses(service, touched);
-            touched.services.insert(service.key.clone());
-            self.endpoints.invalidate(&service.key);
-        }
-    }
-
-    /// Adds the addresses of the pods of a slice.
-    fn touch_pods(&self, slice: &Slice, touched: &mut Touched) {
-        let pods = pods_of(slice).filter_map(|key| self.pods.get(key));
-        pods.for_each(|pod| touched.addresses.extend(pod.own_addresses()));
-    }
-
-    fn set_node(&mut self, key: &Key, new: Option<Node>, touched: &mut Touched) {
-        let replaced = self.nodes.replace(&mut self.links, Kind::Node, key, new);
-        let Some(Replaced(old)) = replaced else {
-            return;
-        };
-        let both = old.iter().chain(self.nodes.get(key));
-        touched
-            .addresses
-            .extend(both.flat_map(|node| &node.addresses));
-        touched.nodes.insert(key.name.clone());
-        for pod in self.links.keys(&Link::UnreadyOn(key.name.clone())) {
-            self.touch_services_with(&Link::EndpointOf(pod.clone()), touched);
-        }
-    }
-}
-
-/// Adds the destinations of a Service.
-fn touch_addresses(service: &Service, touched: &mut Touched) {
-    touched.addresses.extend(&service.cluster_ips);
-    touched.addresses.extend(&service.external_ips);
-    touched.node_ports.extend(service.node_ports());
 }
 
 fn pods_of(slice: &Slice) -> impl Iterator<Item = &Key> {
@@ -677,16 +633,24 @@ pub(crate) fn unlink<K: Eq + Hash, V: Ord>(map: &mut HashMap<K, BTreeSet<V>>, fr
     }
 }
 
+/// Replaces or removes the value of a key. Returns the one before.
+fn put<K: Clone + Eq + Hash, V>(map: &mut HashMap<K, V>, key: &K, new: Option<V>) -> Option<V> {
+    match new {
+        Some(new) => map.insert(key.clone(), new),
+        None => map.remove(key),
+    }
+}
+
 #[cfg(test)]
 impl Index {
-    fn change(&mut self, change: Change, touched: &mut Touched) {
+    fn change(&mut self, change: Change) {
         let steps = self.steps(change.into()).into_iter();
         let changes = steps.filter(|step| !matches!(step, Step::Record(..)));
-        changes.for_each(|step| self.step(step, touched));
+        changes.for_each(|step| self.step(step));
     }
 
-    fn settle(&mut self, touched: &mut Touched) -> bool {
-        while !self.settle_one(touched) {}
+    fn settle(&mut self) -> bool {
+        while !self.settle_one() {}
         !self.take_changed_statuses().is_empty()
     }
 }

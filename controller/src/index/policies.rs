@@ -1,28 +1,28 @@
 //! The TrafficPolicies of the catalog, and the policy of each Service. Pure.
 //!
 //! A policy concerns its own namespace only. The oldest of several valid policies for one target
-//! applies. A change marks the targets that it may concern, whose Services are computed once for
-//! all changes of a batch.
+//! applies.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 
-use super::links::{Dirty, Link, Links};
-use super::store::{Replaced, Store, put};
+use super::links::{Link, Links};
+use super::reads::{self, Reads};
+use super::store::{Store, Values};
 use crate::kinds::Service;
 use crate::kinds::policy::{Effective, Policy, Requests, Settings, Side, Target};
 use crate::kinds::route::attach::Table;
-use crate::object::{Key, Kind, ObjectId, ObjectStatus, TargetStatus};
+use crate::object::{Key, ObjectStatus, TargetStatus};
 
 /// The policies, by everything that they depend on.
 #[derive(Debug, Default)]
 pub(super) struct Policies {
     pub(super) objects: Store<Policy>,
     /// The policy that applies to each target.
-    applied: HashMap<Target, Key>,
-    of_service: HashMap<Key, OfService>,
+    applied: Values<Target, Key>,
+    of_service: Values<Key, OfService>,
 }
 
 /// The policy of a Service, and the tables of its ports without routes.
@@ -64,47 +64,11 @@ impl Policies {
         self.of_service.get(service)?.tables.get(&port)
     }
 
-    pub(super) fn set(&mut self, links: &mut Links, key: &Key, new: Option<Policy>) {
-        let replaced = self.objects.replace(links, Kind::TrafficPolicy, key, new);
-        if let Some(Replaced(old)) = replaced {
-            let both = || old.iter().chain(self.objects.get(key));
-            let settings = both().filter_map(|policy| policy.content.as_deref().ok());
-            let has_telemetry = settings.into_iter().any(|one| one.telemetry.is_some());
-            let targets = both().flat_map(Policy::targets);
-            for target in targets.filter_map(|(_, target)| target) {
-                if let (Target::Namespace(name), true) = (&target, has_telemetry) {
-                    links.dirty.insert(Dirty::Pods(name.clone()));
-                }
-                links.dirty.insert(Dirty::Target(target));
-            }
-        }
-    }
-
-    /// A Service has changed.
-    pub(super) fn set_service(&self, links: &mut Links, key: &Key) {
-        let target = Target::Service(key.clone());
-        mark_target(links, &target);
-        let of_namespace = Target::Namespace(key.namespace.clone());
-        let mut targets = [target.clone(), of_namespace].into_iter();
-        let has_policy = targets.any(|target| links.contains(&Link::Target(target)));
-        if has_policy || self.of_service.contains_key(key) {
-            links.dirty.insert(Dirty::Target(target));
-        }
-    }
-
-    /// Computes the policy that applies to a target, and marks the Services that it concerns.
-    pub(super) fn settle(&mut self, links: &mut Links, target: Target) {
-        mark_target(links, &target);
-        let oldest = self.oldest(links, &target);
-        put(&mut self.applied, &target, oldest);
-        match target {
-            Target::Service(key) => drop(links.dirty.insert(Dirty::Policy(key))),
-            Target::Namespace(name) => {
-                let all = links.keys(&Link::ServiceIn(name)).cloned();
-                let all: Vec<Dirty> = all.map(Dirty::Policy).collect();
-                links.dirty.extend(all);
-            }
-        }
+    /// Answers which policy applies to a target.
+    pub(super) fn settle(&mut self, links: &mut Links, target: &Target) -> Reads {
+        let (oldest, reads) = reads::ask(|| self.oldest(links, target));
+        self.applied.put(&mut links.changed, target, oldest);
+        reads
     }
 
     /// The oldest valid policy for a target.
@@ -116,27 +80,33 @@ impl Policies {
         oldest.map(|policy| policy.key.clone())
     }
 
-    /// Computes the policy of a Service. Returns whether it has changed.
-    pub(super) fn update(&mut self, key: &Key, service: Option<&Service>) -> bool {
-        let service = service.filter(|service| service.external_name.is_empty());
-        let next = service.and_then(|service| {
-            let own = self.settings(&Target::Service(key.clone()));
-            let inherited = self.settings(&Target::Namespace(key.namespace.clone()));
-            let effective = Effective::of(own, inherited)?;
-            let tables = service.tcp_ports().filter_map(|port| {
-                let table = effective.requests.table(key, port)?;
-                Some((port.port, Arc::new(table)))
-            });
-            Some(OfService {
-                tables: tables.collect(),
-                effective,
-            })
-        });
-        if self.of_service.get(key) == next.as_ref() {
-            return false;
+    /// Answers what the policy of a Service is.
+    pub(super) fn settle_service(
+        &mut self,
+        links: &mut Links,
+        key: &Key,
+        services: &Store<Service>,
+    ) -> Reads {
+        let (next, reads) = reads::ask(|| self.compute(key, services.get(key)?));
+        self.of_service.put(&mut links.changed, key, next);
+        reads
+    }
+
+    fn compute(&self, key: &Key, service: &Service) -> Option<OfService> {
+        if !service.external_name.is_empty() {
+            return None;
         }
-        put(&mut self.of_service, key, next);
-        true
+        let own = self.settings(&Target::Service(key.clone()));
+        let inherited = self.settings(&Target::Namespace(key.namespace.clone()));
+        let effective = Effective::of(own, inherited)?;
+        let tables = service.tcp_ports().filter_map(|port| {
+            let table = effective.requests.table(key, port)?;
+            Some((port.port, Arc::new(table)))
+        });
+        Some(OfService {
+            tables: tables.collect(),
+            effective,
+        })
     }
 
     /// The policies with sections in force for a Service, which one side applies, with their
@@ -152,7 +122,8 @@ impl Policies {
             let is_in_force =
                 sections_in_force.any(|(at, has)| *has == Some(true) && !is_replaced(at));
             replaced = sections;
-            is_in_force.then(|| (self.applied[&target].clone(), target))
+            let policy = self.applied.get(&target).filter(|_| is_in_force)?;
+            Some((policy.clone(), target))
         });
         layers.collect()
     }
@@ -193,12 +164,6 @@ impl Policies {
     pub(super) fn len(&self) -> usize {
         self.applied.len() + self.of_service.len()
     }
-}
-
-/// Marks the policies with a target.
-pub(super) fn mark_target(links: &mut Links, target: &Target) {
-    let policies: Vec<ObjectId> = links.ids(&Link::Target(target.clone())).cloned().collect();
-    links.statuses.extend(policies);
 }
 
 #[cfg(test)]

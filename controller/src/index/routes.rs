@@ -4,17 +4,18 @@
 //! namespace (consumer routes) are for the clients of that namespace, in place of the former. So
 //! no namespace changes the traffic between two others.
 //!
-//! A change of a route, of a grant or of a Service marks the groups that it may concern: the routes
-//! of one namespace at one Service. They are merged once for all changes of a batch.
+//! The routes of one namespace at one Service are merged once for all changes of a batch.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1::ExternalBackend;
 
-use super::links::{Dirty, Link, Links};
+use super::links::{Link, Links};
 use super::policies::Policies;
-use super::store::{Replaced, Store, put};
+use super::put;
+use super::reads::{self, Read, Reads};
+use super::store::{Store, Values};
 use crate::kinds::Service;
 use crate::kinds::authorization::Rules;
 use crate::kinds::route::attach::{Attachment, Table, attach};
@@ -39,22 +40,16 @@ pub(super) struct Routes {
     pub(super) route_groups: Store<RouteGroup>,
     pub(super) grants: Store<Grant>,
     /// The XBackends, and the TrafficPolicies that are hosts.
-    pub(super) backends: HashMap<ObjectId, Backend>,
-    canaries: HashMap<Key, Canaries>,
+    pub(super) backends: Values<ObjectId, Backend>,
+    canaries: Values<Key, Canaries>,
     /// The routes of each Service by their namespace.
     attachments: HashMap<Key, HashMap<Arc<str>, Attachment>>,
-    /// The Services with the filter ExternalAuth in routes of their namespace.
-    protected: BTreeSet<Key>,
 }
 
-/// The proxies that a change of the routes of a Service concerns.
-#[derive(Debug, Default)]
-pub(super) struct Concerned {
-    /// Its clients.
-    pub(super) clients: bool,
-    /// Its pods.
-    pub(super) pods: bool,
-}
+/// Parts of the routes of a Service that are read apart.
+const TABLES: &str = "tables";
+const PROTECTED: &str = "protected";
+const CONDITIONS: &str = "conditions";
 
 impl Routes {
     pub(super) fn of_kind(&self, kind: Kind) -> impl Iterator<Item = &Key> {
@@ -66,13 +61,19 @@ impl Routes {
         ids.map(|(_, key)| key)
     }
 
+    /// The routes of a Service by their namespace, of which a part is read.
+    fn attached(&self, part: &str, service: &Key) -> Option<&HashMap<Arc<str>, Attachment>> {
+        reads::record(|| Read::of(part, service));
+        self.attachments.get(service)
+    }
+
     pub(super) fn get(&self, id: &ObjectId) -> Option<&Route> {
         self.all.get(&id.0)?.get(&id.1)
     }
 
     /// The routes with a Service as parent.
     pub(super) fn of_service(&self, links: &Links, service: &Key) -> impl Iterator<Item = &Route> {
-        let namespaces = self.attachments.get(service).into_iter();
+        let namespaces = self.attached(TABLES, service).into_iter();
         let groups = namespaces.flat_map(HashMap::keys);
         let ids = groups
             .flat_map(|namespace| links.ids(&Link::RouteOf(service.clone(), namespace.clone())));
@@ -81,7 +82,7 @@ impl Routes {
 
     /// The routes of a Service port for the clients of a namespace.
     pub(super) fn of_client(&self, service: &Key, port: u16, client: &str) -> Option<&Arc<Table>> {
-        let attachments = self.attachments.get(service)?;
+        let attachments = self.attached(TABLES, service)?;
         let of_namespace = |namespace: &str| attachments.get(namespace)?.tables.get(&port);
         let (own, common) = (of_namespace(client), of_namespace(&service.namespace));
         match own {
@@ -90,27 +91,11 @@ impl Routes {
         }
     }
 
-    /// Whether the pods of a Service ask authorization servers, by its routes.
-    pub(super) fn is_protected(&self, service: &Key) -> bool {
-        self.protected.contains(service)
-    }
-
-    /// The Services of a namespace whose pods ask authorization servers, with what these are told at
-    /// each port. Routes of other namespaces have no part in it.
-    pub(super) fn protected(
-        &self,
-        namespace: &Arc<str>,
-    ) -> impl Iterator<Item = (&Key, &BTreeMap<u16, Arc<Rules>>)> {
-        let first = Key {
-            namespace: namespace.clone(),
-            name: "".into(),
-        };
-        let services = self.protected.range(first..);
-        let services = services.take_while(move |key| key.namespace == *namespace);
-        services.filter_map(|key| {
-            let attachment = self.attachments.get(key)?.get(&key.namespace)?;
-            Some((key, &attachment.protected))
-        })
+    /// The rules by which the pods of a Service ask authorization servers, at each port. Routes of other namespaces
+    /// have no part in it.
+    pub(super) fn protected(&self, service: &Key) -> Option<&BTreeMap<u16, Arc<Rules>>> {
+        let own = self.attached(PROTECTED, service)?.get(&service.namespace);
+        own.map(|own| &own.protected)
     }
 
     /// The authorization servers that the pods of a Service ask about the requests of each rule of a
@@ -121,7 +106,7 @@ impl Routes {
         port: u16,
         table: &Arc<Table>,
     ) -> Vec<Option<String>> {
-        let own = self.attachments.get(service);
+        let own = self.attached(TABLES, service);
         let own = own.and_then(|all| all.get(&service.namespace));
         let own = own.filter(|own| own.tables.get(&port) == Some(table));
         let rules = own.and_then(|own| own.protected.get(&port));
@@ -133,7 +118,7 @@ impl Routes {
 
     /// The namespaces with consumer routes for a Service port, if there are any.
     pub(super) fn consumers(&self, service: &Key, port: u16) -> Option<Arc<BTreeSet<Arc<str>>>> {
-        let all = self.attachments.get(service)?.iter();
+        let all = self.attached(TABLES, service)?.iter();
         let consumers = all.filter(|(namespace, attachment)| {
             **namespace != service.namespace && attachment.tables.contains_key(&port)
         });
@@ -148,189 +133,94 @@ impl Routes {
         key: &Key,
         new: Option<Route>,
     ) {
-        let store = self.all.entry(kind).or_default();
-        let Some(Replaced(old)) = store.replace(links, kind, key, new) else {
-            return;
-        };
-        let both = old.iter().chain(store.get(key));
-        // The statuses of hosts name the parents of their routes.
-        links
-            .statuses
-            .extend(both.clone().flat_map(Route::external));
-        links.dirty.extend(both.flat_map(groups_of));
+        self.all
+            .entry(kind)
+            .or_default()
+            .replace(links, kind, key, new);
     }
 
-    pub(super) fn set_traffic_split(&mut self, links: &mut Links, key: &Key, new: Option<Split>) {
-        let kind = Kind::TrafficSplit;
-        let is_changed = self.traffic_splits.replace(links, kind, key, new);
-        if is_changed.is_some() {
-            self.update_split(links, key);
-        }
-    }
-
-    pub(super) fn set_group(&mut self, links: &mut Links, key: &Key, new: Option<RouteGroup>) {
-        let is_changed = self.route_groups.replace(links, Kind::RouteGroup, key, new);
-        if is_changed.is_some() {
-            let splits: Vec<Key> = links.keys(&Link::Group(key.clone())).cloned().collect();
-            splits
-                .iter()
-                .for_each(|split| self.update_split(links, split));
-        }
-    }
-
-    fn update_split(&mut self, links: &mut Links, key: &Key) {
-        let split = self.traffic_splits.get(key);
-        let route = split.map(|split| split.route(|group| self.route_groups.get(group)));
+    /// Answers what the route of a TrafficSplit is.
+    pub(super) fn settle_split(&mut self, links: &mut Links, key: &Key) -> Reads {
+        let (route, reads) = reads::ask(|| {
+            let split = self.traffic_splits.get(key)?;
+            Some(split.route(|group| self.route_groups.get(group)))
+        });
         self.set_route(links, Kind::TrafficSplit, key, route);
+        reads
     }
 
-    pub(super) fn set_grant(&mut self, links: &mut Links, key: &Key, new: Option<Grant>) {
-        let is_changed = self.grants.replace(links, Kind::Grant, key, new);
-        if is_changed.is_some() {
-            self.mark_referring(links, &Link::BackendIn(key.namespace.clone()));
-        }
-    }
-
-    pub(super) fn set_backend(&mut self, links: &mut Links, id: ObjectId, new: Option<Backend>) {
-        if self.backends.get(&id) != new.as_ref() {
-            put(&mut self.backends, &id, new);
-            self.mark_referring(links, &Link::External(id));
-        }
-    }
-
-    /// A Service has changed, which may be a parent, a backend or a canary.
-    pub(super) fn set_service(
-        &self,
-        links: &mut Links,
-        key: &Key,
-        old: Option<&Service>,
-        new: Option<&Service>,
-    ) {
-        self.mark_service(links, key);
-        self.mark_referring(links, &Link::Backend(key.clone()));
-        let services = old.into_iter().chain(new);
-        let primaries = services.filter_map(Service::primary).chain([key.clone()]);
-        links.dirty.extend(primaries.map(Dirty::Canaries));
-    }
-
-    /// Marks the groups of the routes with a link.
-    fn mark_referring(&self, links: &mut Links, link: &Link) {
-        let routes = links.ids(link).filter_map(|id| self.get(id));
-        let groups: Vec<Dirty> = routes.flat_map(groups_of).collect();
-        links.dirty.extend(groups);
-    }
-
-    /// Computes the canaries of a changed Service. Returns whether they differ from before.
+    /// Answers what the canaries of a Service are.
     pub(super) fn settle_canaries(
         &mut self,
         links: &mut Links,
         primary: &Key,
         services: &Store<Service>,
-    ) -> bool {
-        let annotated = links.keys(&Link::CanaryOf(primary.clone()));
-        let annotated = annotated.filter_map(|key| services.get(key)).collect();
-        let canaries = Canaries::new(primary, services.get(primary), annotated);
+    ) -> Reads {
+        let (canaries, reads) = reads::ask(|| {
+            let annotated = links.keys(&Link::CanaryOf(primary.clone()));
+            let annotated = annotated.filter_map(|key| services.get(key)).collect();
+            Canaries::new(primary, services.get(primary), annotated)
+        });
         self.set_route(links, Kind::Service, primary, canaries.route(primary));
         let canaries = Some(canaries).filter(|one| *one != Canaries::default());
-        let before = put(&mut self.canaries, primary, canaries);
-        let after = self.canaries.get(primary);
-        let is_changed = before.as_ref() != after;
-        if is_changed {
-            // Their status may have changed.
-            let group = Dirty::Routes(primary.clone(), primary.namespace.clone());
-            links.dirty.insert(group);
-            let both = before.iter().chain(after).flat_map(Canaries::services);
-            links
-                .statuses
-                .extend(both.map(|key| (Kind::Service, key.clone())));
-        }
-        is_changed
-    }
-
-    pub(super) fn has_canaries(&self, service: &Key) -> bool {
-        self.canaries.contains_key(service)
+        self.canaries.put(&mut links.changed, primary, canaries);
+        reads
     }
 
     /// The canaries of a Service, with their shares in percent, if no route takes precedence.
     pub(super) fn canaries(&self, service: &Key) -> &[(Key, u32)] {
         let applies = || {
-            let attachment = self.attachments.get(service)?.get(&service.namespace)?;
+            let attachment = self
+                .attached(CONDITIONS, service)?
+                .get(&service.namespace)?;
             let conditions = attachment
                 .conditions
                 .get(&(Kind::Service, service.clone()))?;
             let mut conditions = conditions.values().flatten();
             conditions.find(|condition| condition.kind == "Accepted" && condition.holds)
         };
-        let canaries = applies().and_then(|_| self.canaries.get(service));
+        let canaries = self.canaries.get(service);
+        let canaries = canaries.filter(|_| applies().is_some());
         canaries.map_or(&[], |canaries| &canaries.accepted)
     }
 
-    /// The policy of a Service has changed, which completes its rules.
-    pub(super) fn mark_service(&self, links: &mut Links, key: &Key) {
-        let attachments = self.attachments.get(key).into_iter();
-        let namespaces = attachments.flat_map(HashMap::keys);
-        let groups = namespaces.map(|namespace| Dirty::Routes(key.clone(), namespace.clone()));
-        links.dirty.extend(groups);
-    }
-
-    /// Merges the routes of a Service that are of one namespace. Returns what they concern, if they
-    /// differ from before.
+    /// Answers what the routes of a Service are that are of one namespace.
     pub(super) fn settle(
         &mut self,
         links: &mut Links,
-        (parent, namespace): (Key, Arc<str>),
+        (parent, namespace): (&Key, &Arc<str>),
         services: &Store<Service>,
         policies: &Policies,
-    ) -> Concerned {
-        let ids = links.ids(&Link::RouteOf(parent.clone(), namespace.clone()));
-        let routes: Vec<&Route> = ids.filter_map(|id| self.get(id)).collect();
-        let next = (!routes.is_empty()).then(|| {
+    ) -> Reads {
+        let (next, reads) = reads::ask(|| {
+            let ids = links.ids(&Link::RouteOf(parent.clone(), namespace.clone()));
+            let routes: Vec<&Route> = ids.filter_map(|id| self.get(id)).collect();
             let resolve = |route: &Route, reference: &Reference| {
-                self.resolve(links, services, &parent, route, reference)
+                self.resolve(links, services, parent, route, reference)
             };
-            let requests = policies.requests(&parent);
-            attach(&parent, services.get(&parent), routes, requests, resolve)
+            (!routes.is_empty()).then(|| {
+                let requests = policies.requests(parent);
+                attach(parent, services.get(parent), routes, requests, resolve)
+            })
         });
-        let after = next.as_ref();
-        let after = after.map(|next| (next.tables.clone(), next.protected.clone()));
-        let (tables, protected) = after.unwrap_or_default();
-        if namespace == parent.namespace && !protected.is_empty() {
-            self.protected.insert(parent.clone());
-        } else if namespace == parent.namespace {
-            self.protected.remove(&parent);
-        }
         let of_parent = self.attachments.entry(parent.clone()).or_default();
-        let before = put(of_parent, &namespace, next);
-        let none = HashMap::new();
-        let old = before.as_ref().map_or(&none, |one| &one.conditions);
-        let new = of_parent
-            .get(&namespace)
-            .map_or(&none, |one| &one.conditions);
-        let both = old.keys().chain(new.keys());
-        let changed: BTreeSet<ObjectId> = both
-            .filter(|id| old.get(*id) != new.get(*id))
-            .cloned()
-            .collect();
+        let before = put(of_parent, namespace, next);
+        let none = Attachment::default();
+        let old = before.as_ref().unwrap_or(&none);
+        let new = of_parent.get(namespace).unwrap_or(&none);
+        let is_own = *namespace == parent.namespace;
+        let differs = [
+            (TABLES, old.tables != new.tables),
+            (PROTECTED, is_own && old.protected != new.protected),
+            (CONDITIONS, old.conditions != new.conditions),
+        ];
+        for (part, _) in differs.iter().filter(|(_, differs)| *differs) {
+            links.changed.add(Read::of(part, parent));
+        }
         if of_parent.is_empty() {
-            self.attachments.remove(&parent);
+            self.attachments.remove(parent);
         }
-        for id in changed {
-            match id.0 {
-                Kind::Service => {
-                    let canaries = self.canaries.get(&id.1).into_iter();
-                    let canaries = canaries.flat_map(Canaries::services);
-                    links
-                        .statuses
-                        .extend(canaries.map(|key| (Kind::Service, key.clone())));
-                }
-                _ => drop(links.statuses.insert(id)),
-            }
-        }
-        let before = before.unwrap_or_default();
-        Concerned {
-            clients: before.tables != tables,
-            pods: namespace == parent.namespace && before.protected != protected,
-        }
+        reads
     }
 
     /// Checks a reference of a route at a parent.
@@ -430,12 +320,12 @@ impl Routes {
         Some(backend.status(parents.collect()))
     }
 
-    /// Marks the routes of a Service.
-    pub(super) fn mark(&self, service: &Key, statuses: &mut BTreeSet<ObjectId>) {
-        let attachments = self.attachments.get(service).into_iter();
+    /// The routes of a Service that have conditions there.
+    pub(super) fn ids(&self, service: &Key) -> impl Iterator<Item = &ObjectId> {
+        let attachments = self.attached(CONDITIONS, service).into_iter();
         let attachments = attachments.flat_map(HashMap::values);
         let ids = attachments.flat_map(|one| one.conditions.keys());
-        statuses.extend(ids.filter(|id| id.0 != Kind::Service).cloned());
+        ids.filter(|id| id.0 != Kind::Service)
     }
 
     /// The status of a route with a parent that is a Service.
@@ -448,7 +338,7 @@ impl Routes {
         let id = (route.kind, route.key.clone());
         let parents = route.parents.iter().enumerate();
         let parents = parents.filter_map(|(position, parent)| {
-            let of_parent = self.attachments.get(&parent.key(&route.key))?;
+            let of_parent = self.attached(CONDITIONS, &parent.key(&route.key))?;
             let attachment = of_parent.get(&route.key.namespace)?;
             Some(TargetStatus {
                 parent: parent.clone(),
@@ -507,11 +397,6 @@ pub(super) fn check_backend(
         return invalid(BACKEND_NOT_FOUND, problem);
     }
     Ok(())
-}
-
-fn groups_of(route: &Route) -> impl Iterator<Item = Dirty> {
-    let parents = route.parents.iter();
-    parents.map(|parent| Dirty::Routes(parent.key(&route.key), route.key.namespace.clone()))
 }
 
 #[cfg(test)]

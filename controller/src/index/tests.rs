@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::endpoints::{Delta, Endpoint};
 use super::locality::{Area, Location, Scope};
+use super::reads::{self, Readers};
 use super::state::{State, Update};
 use super::{Resource, *};
 use crate::kinds::authorization::{self, AuthorizationPolicy};
@@ -184,9 +185,107 @@ fn location(node: &str, zone: &str) -> Location {
 pub(crate) fn index(objects: impl IntoIterator<Item = Object>) -> Index {
     let mut index = Index::default();
     for object in objects {
-        index.apply(Change::Apply(object), &mut Touched::default());
+        index.apply(Change::Apply(object));
     }
     index
+}
+
+/// The answers that a change makes stale.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Stale {
+    /// Destinations at these addresses, unless they are addresses of nodes.
+    pub addresses: BTreeSet<IpAddr>,
+    /// Destinations at these ports of nodes.
+    pub node_ports: BTreeSet<u16>,
+    /// Backends with these Services.
+    pub backends: BTreeSet<Key>,
+    /// The messages about these Services.
+    pub services: BTreeSet<Key>,
+    /// The configuration of these pods.
+    pub pods: BTreeSet<Key>,
+    /// The same, later.
+    pub replicas: BTreeSet<Key>,
+}
+
+/// Applies a change. Returns the answers that it makes stale.
+pub(crate) fn stale(index: &mut Index, change: Change) -> Stale {
+    let mut states = Readers::default();
+    for resource in resources(index, &change) {
+        let (_, reads) = reads::ask(|| index.resolve(&resource, &Location::default()));
+        states.set(&Arc::new(resource), reads);
+    }
+    let mut messages = Readers::default();
+    for key in index.service_keys() {
+        let (_, reads) = reads::ask(|| index.service(&key));
+        messages.set(&Arc::new(key), reads);
+    }
+    let nodes: BTreeSet<IpAddr> = nodes(index, &change).collect();
+    index.take_changed();
+    index.apply(change);
+    let changed = index.take_changed();
+    let mut stale = Stale::default();
+    for resource in states.of(&changed.reads) {
+        match &*resource {
+            Resource::Destination(address) if nodes.contains(&address.ip()) => {
+                stale.node_ports.insert(address.port());
+            }
+            Resource::Destination(address) => drop(stale.addresses.insert(address.ip())),
+            Resource::Backend(service, _) => drop(stale.backends.insert(service.clone())),
+            Resource::Workload(pod, _) => drop(stale.pods.insert(pod.clone())),
+        }
+    }
+    let replicas = states.of(&changed.replicas).into_iter();
+    stale.replicas = replicas
+        .filter_map(|resource| match &*resource {
+            Resource::Workload(pod, _) => Some(pod.clone()),
+            _ => None,
+        })
+        .collect();
+    let messages = messages.of(&changed.reads).into_iter();
+    stale.services = messages.map(|key| Key::clone(&key)).collect();
+    stale.services.extend(changed.services);
+    stale
+}
+
+fn nodes<'a>(index: &'a Index, change: &'a Change) -> impl Iterator<Item = IpAddr> + use<'a> {
+    let new = match change {
+        Change::Apply(Object::Node(node)) => Some(node),
+        _ => None,
+    };
+    let nodes = index.nodes.values().chain(new);
+    nodes.flat_map(|node| node.addresses.iter().copied())
+}
+
+/// All resources of the objects before a change, and of the new object.
+fn resources(index: &Index, change: &Change) -> BTreeSet<Resource> {
+    let (service, pod) = match change {
+        Change::Apply(Object::Service(service)) => (Some(service), None),
+        Change::Apply(Object::Pod(pod)) => (None, Some(pod)),
+        _ => (None, None),
+    };
+    let mut all = BTreeSet::new();
+    for service in index.services.values().chain(service) {
+        let ips = service.cluster_ips.iter().chain(&service.external_ips);
+        for port in service.tcp_ports() {
+            let at = |ip: &IpAddr| Resource::Destination(SocketAddr::new(*ip, port.port));
+            all.extend(ips.clone().map(at));
+            all.insert(Resource::Backend(service.key.clone(), port.port));
+        }
+        let on_node = |port| move |ip| Resource::Destination(SocketAddr::new(ip, port));
+        let ports = service.node_ports();
+        all.extend(ports.flat_map(|port| nodes(index, change).map(on_node(port))));
+    }
+    for node in nodes(index, change) {
+        all.insert(Resource::Destination(SocketAddr::new(node, 80)));
+    }
+    for pod in index.pods.values().chain(pod) {
+        let at = |ip: &IpAddr| Resource::Destination(SocketAddr::new(*ip, 8080));
+        all.extend(pod.own_addresses().iter().map(at));
+        if pod.identity.is_some() {
+            all.insert(Resource::Workload(pod.key.clone(), pod.uid.clone()));
+        }
+    }
+    all
 }
 
 /// A description of a destination in a few words.
@@ -283,8 +382,7 @@ fn endpoints_have_the_opaque_ports_of_their_pod() {
     );
     // Another pod of the name declares nothing: subscribers hear of it.
     let before = state(&index, "10.96.0.1:80".parse().unwrap());
-    let mut touched = Touched::default();
-    index.apply(Change::Apply(declares("")), &mut touched);
+    let touched = stale(&mut index, Change::Apply(declares("")));
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
     let Update::Difference(delta) = state(&index, "10.96.0.1:80".parse().unwrap()).since(&before)
     else {
@@ -488,19 +586,16 @@ fn endpoints_are_a_last_resort_if_their_node_alone_made_them_unready() {
         // Whatever arrives last.
         for object in objects {
             let key = object.key().clone();
-            let mut touched = Touched::default();
-            index.apply(Change::Delete(object.kind(), key), &mut touched);
+            index.apply(Change::Delete(object.kind(), key));
             endpoints_for_any(&index);
-            let mut touched = Touched::default();
-            index.apply(Change::Apply(object), &mut touched);
+            index.apply(Change::Apply(object));
             assert_eq!(endpoints_for_any(&index), expected, "{name}");
         }
-        let mut touched = Touched::default();
-        index.apply(Change::Apply(on("n1", false)), &mut touched);
-        let is_touched = touched.services.contains(&key("web"));
+        let touched = stale(&mut index, Change::Apply(on("n1", false)));
+        let is_touched = touched.addresses.contains(&ip("10.96.0.1"));
         assert_eq!(
             (endpoints_for_any(&index), is_touched),
-            (String::new(), at != 1 && at < 3)
+            (String::new(), at == 0)
         );
     }
 }
@@ -616,13 +711,16 @@ fn location_of_a_pod_has_the_zone_of_its_node() {
         unready: false,
         zone: "a".into(),
     });
-    let mut touched = Touched::default();
-    index.apply(Change::Apply(node), &mut touched);
-    assert_eq!(touched.nodes, ["n1".into()].into());
+    let (_, reads) = reads::ask(|| index.location(&key("p"), "1"));
+    let mut locations = Readers::default();
+    locations.set(&Arc::new("p"), reads);
+    index.take_changed();
+    index.apply(Change::Apply(node));
+    assert_eq!(locations.of(&index.take_changed().reads).len(), 1);
     assert_eq!(index.location(&key("p"), "1"), location("n1", "a"));
 }
 
-fn node(name: &str, addresses: &[&str]) -> Object {
+pub(crate) fn node(name: &str, addresses: &[&str]) -> Object {
     Object::Node(Node {
         key: Key::new("", name),
         addresses: addresses.iter().map(|text| ip(text)).collect(),
@@ -658,9 +756,8 @@ fn external_addresses_are_destinations_unless_they_are_others() {
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/api []");
     assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/p [10.0.0.1:80]");
     assert_eq!(at(&index, "10.1.0.1:80"), "unknown", "a node");
-    let mut touched = Touched::default();
     let gone = Change::Delete(Kind::Service, key("web"));
-    index.apply(gone, &mut touched);
+    let touched = stale(&mut index, gone);
     assert!(touched.addresses.contains(&ip("192.0.2.1")));
     assert_eq!(at(&index, "192.0.2.1:80"), "Service shop/young []");
 }
@@ -687,9 +784,8 @@ fn node_ports_are_destinations_at_the_addresses_of_nodes() {
     assert_eq!(at(&index, "10.1.0.2:30080"), "unknown", "not a node");
     // Another node forwards only to its own endpoints, the client's node to all.
     web.external_local = true;
-    let mut touched = Touched::default();
     let local = Change::Apply(Object::Service(web));
-    index.apply(local, &mut touched);
+    let touched = stale(&mut index, local);
     assert!(touched.node_ports.contains(&30080));
     let from = |node: &str| {
         let destination = Resource::Destination("10.1.0.1:30080".parse().unwrap());
@@ -707,17 +803,16 @@ fn endpoint_of_an_unknown_pod_is_not_usable() {
         Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "p")])),
     ]);
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
-    let mut touched = Touched::default();
-    index.apply(
+    let touched = stale(
+        &mut index,
         Change::Apply(Object::Pod(pod("p", &["10.0.0.1"]))),
-        &mut touched,
     );
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
     assert_eq!(
         at(&index, "10.96.0.1:80"),
         "Service shop/web [10.0.0.1:8080]"
     );
-    index.apply(Change::Delete(Kind::Pod, key("p")), &mut touched);
+    index.apply(Change::Delete(Kind::Pod, key("p")));
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
 }
 
@@ -810,15 +905,9 @@ fn prefers_running_then_younger_pod_at_an_address() {
 fn address_of_a_finished_pod_belongs_to_the_next_pod() {
     let mut index = index([Object::Pod(pod("job", &["10.0.0.1"]))]);
     // A finished pod is converted to one without addresses.
-    index.apply(
-        Change::Apply(Object::Pod(pod("job", &[]))),
-        &mut Touched::default(),
-    );
+    index.apply(Change::Apply(Object::Pod(pod("job", &[]))));
     assert_eq!(at(&index, "10.0.0.1:80"), "unknown");
-    index.apply(
-        Change::Apply(Object::Pod(pod("web", &["10.0.0.1"]))),
-        &mut Touched::default(),
-    );
+    index.apply(Change::Apply(Object::Pod(pod("web", &["10.0.0.1"]))));
     assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/web [10.0.0.1:80]");
 }
 
@@ -853,9 +942,8 @@ fn endpoint_without_a_pod_has_the_identity_but_not_the_policy_of_the_pod_at_its_
     let view = index.service(&key("web")).unwrap();
     assert!(!view.endpoints[0].identity.is_empty());
     // The pod loses the address, as a finished one does.
-    let mut touched = Touched::default();
     let gone = Change::Apply(holder(&[]));
-    index.apply(gone, &mut touched);
+    let touched = stale(&mut index, gone);
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
     assert_eq!(only(&index, "10.96.0.1:80").identity, None);
 }
@@ -885,9 +973,8 @@ fn pod_has_the_protocol_of_headless_services_that_select_it() {
     let mut index = behind(std::slice::from_ref(&grpc));
     assert_eq!(protocol(&index, "10.0.0.1:8080"), "grpc");
     assert_eq!(protocol(&index, "10.0.0.1:8081"), "", "another port");
-    let mut touched = Touched::default();
     let changed = Object::Service(declares("grpc", "redis"));
-    index.apply(Change::Apply(changed), &mut touched);
+    let touched = stale(&mut index, Change::Apply(changed));
     assert!(touched.addresses.contains(&ip("10.0.0.1")));
     assert_eq!(protocol(&index, "10.0.0.1:8080"), "redis");
 
@@ -972,15 +1059,12 @@ fn unchanged_object_affects_nothing() {
         Object::Pod(pod("p", &["10.0.0.1"])),
     ];
     let mut index = index(objects.clone());
-    let mut touched = Touched::default();
-    for object in objects {
-        index.apply(Change::Apply(object), &mut touched);
+    let never_there = Change::Delete(Kind::Slice, key("never-there"));
+    for change in objects.map(Change::Apply).into_iter().chain([never_there]) {
+        index.take_changed();
+        index.apply(change);
+        assert_eq!(index.take_changed(), Changed::default());
     }
-    index.apply(
-        Change::Delete(Kind::Slice, key("never-there")),
-        &mut touched,
-    );
-    assert_eq!(touched, Touched::default());
 }
 
 #[test]
@@ -990,15 +1074,14 @@ fn slice_that_changes_its_service_affects_both() {
         Object::Service(service("b", &["10.96.0.2"])),
         Object::Slice(slice("s", "a", 8080, vec![endpoint("10.0.0.1", "")])),
     ]);
-    let mut touched = Touched::default();
-    index.apply(
+    let touched = stale(
+        &mut index,
         Change::Apply(Object::Slice(slice(
             "s",
             "b",
             8080,
             vec![endpoint("10.0.0.1", "")],
         ))),
-        &mut touched,
     );
     assert_eq!(touched.services, [key("a"), key("b")].into());
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/a []");
@@ -1293,6 +1376,15 @@ impl Chance {
         parse::route(self.meta(kind, &spec), &spec).unwrap()
     }
 
+    /// The destinations, the first ports of the Services, and the pods.
+    pub(crate) fn resources() -> Vec<Resource> {
+        let destinations = Self::destinations().into_iter();
+        let destinations = destinations.map(Resource::Destination);
+        let backends = Self::SERVICES.map(|name| Resource::Backend(key(name), 80));
+        let pods = Self::PODS.map(|name| Resource::Workload(key(name), "".into()));
+        destinations.chain(backends).chain(pods).collect()
+    }
+
     /// A kind of objects that users write.
     pub(crate) fn kind(&mut self) -> Kind {
         Kind::ALL[self.0.usize(..Kind::ALL.len())]
@@ -1382,7 +1474,7 @@ pub(super) fn empty() -> Index {
             version: Some(1),
         };
         for step in index.steps(event) {
-            index.step(step, &mut Touched::default());
+            index.step(step);
         }
     }
     index
@@ -1397,14 +1489,14 @@ fn states_and_versions_are_independent_of_the_history() {
         for step in 0..60 {
             let change = chance.change();
             remember(&mut objects, &change);
-            lived.apply(change, &mut Touched::default());
+            lived.apply(change);
             if step % 10 == 9 {
                 let all = objects.values().cloned();
                 let mut shuffled: Vec<Change> = all.map(Change::Apply).collect();
                 chance.0.shuffle(&mut shuffled);
                 let mut fresh = Index::default();
                 for change in shuffled {
-                    fresh.apply(change, &mut Touched::default());
+                    fresh.apply(change);
                 }
                 assert_eq!(answers(&fresh), answers(&lived), "seed {seed} step {step}");
                 let statuses = lived.route_statuses();
@@ -1414,7 +1506,7 @@ fn states_and_versions_are_independent_of_the_history() {
             }
         }
         for kind in Kind::ALL {
-            lived.apply(Change::Reset(kind, vec![]), &mut Touched::default());
+            lived.apply(Change::Reset(kind, vec![]));
         }
         let left = [
             lived.links.len(),
@@ -1425,6 +1517,14 @@ fn states_and_versions_are_independent_of_the_history() {
             lived.rooms.len(),
         ];
         assert_eq!(left, [0; 6], "seed {seed}: nothing is left of what is gone");
+        for id in lived.take_changed_statuses() {
+            assert_eq!(lived.status(&id), Ok(None), "seed {seed}: {id:?}");
+        }
+        let reported = lived.reported.get_mut().unwrap();
+        assert!(
+            lived.readers.is_empty() && reported.is_empty(),
+            "seed {seed}"
+        );
     }
     assert!(invalid > 50, "{invalid} states have invalid objects");
 }
@@ -1437,8 +1537,19 @@ fn changes_are_reported_and_deltas_transform_states() {
         let mut statuses = BTreeMap::new();
         for step in 0..60 {
             let before = answers(&index);
-            let mut touched = Touched::default();
-            index.apply(chance.change(), &mut touched);
+            let (mut states, mut services) = (Readers::default(), Readers::default());
+            for request in requests() {
+                let (_, reads) = reads::ask(|| state_at(&index, request.0, &request.1));
+                states.set(&Arc::new(format!("{request:?}")), reads);
+            }
+            for name in Chance::SERVICES {
+                let (_, reads) = reads::ask(|| index.service(&key(name)));
+                services.set(&Arc::new(name), reads);
+            }
+            index.take_changed();
+            index.apply(chance.change());
+            let changed = index.take_changed();
+            let (states, services) = (states.of(&changed.reads), services.of(&changed.reads));
             for id in index.take_changed_statuses() {
                 match index.status(&id).unwrap() {
                     Some(status) => drop(statuses.insert(id, status)),
@@ -1448,9 +1559,10 @@ fn changes_are_reported_and_deltas_transform_states() {
             let after = answers(&index);
             let known: Vec<_> = statuses.values().cloned().collect();
             assert_eq!(known, after.2, "seed {seed} step {step}");
-            for ((destination, client), ((_, old), (scope, new))) in
+            for (request, ((_, old), (scope, new))) in
                 requests().iter().zip(before.0.iter().zip(&after.0))
             {
+                let (destination, client) = request;
                 let place = client.within(scope);
                 assert_eq!(
                     state_at(&index, *destination, &place),
@@ -1458,9 +1570,7 @@ fn changes_are_reported_and_deltas_transform_states() {
                     "seed {seed} step {step}: {destination} for {client:?}"
                 );
                 assert!(
-                    old == new
-                        || touched.addresses.contains(&destination.ip())
-                        || touched.node_ports.contains(&destination.port()),
+                    old == new || states.contains(&format!("{request:?}")),
                     "seed {seed} step {step}: {destination}"
                 );
                 assert_eq!(
@@ -1479,7 +1589,7 @@ fn changes_are_reported_and_deltas_transform_states() {
             }
             for (name, (old, new)) in Chance::SERVICES.iter().zip(before.1.iter().zip(&after.1)) {
                 assert!(
-                    old == new || touched.services.contains(&key(name)),
+                    old == new || services.contains(name),
                     "seed {seed} step {step}: {name}"
                 );
                 let encoded = [old, new].map(|one| one.as_ref().map(Message::encode_to_vec));
@@ -1525,23 +1635,19 @@ fn meshed_namespaces_follow_their_pods() {
     assert_eq!(namespaces(&index), ["shop"]);
     let after = |index: &Index, name| index.meshed_pods_after(&key(name)).count();
     assert_eq!((after(&index, ""), after(&index, "a")), (2, 1));
-    let mut touched = Touched::default();
-    index.apply(
+    let touched = stale(
+        &mut index,
         Change::Apply(Object::Pod(Pod {
             ready: true,
             ..pod("a", &["10.0.0.1"])
         })),
-        &mut touched,
     );
-    assert_eq!(touched, Touched::default());
-    index.apply(
-        Change::Apply(Object::Pod(Pod {
-            identity: None,
-            ..pod("a", &["10.0.0.1"])
-        })),
-        &mut touched,
-    );
+    assert_eq!(touched, Stale::default());
+    index.apply(Change::Apply(Object::Pod(Pod {
+        identity: None,
+        ..pod("a", &["10.0.0.1"])
+    })));
     assert_eq!(namespaces(&index), ["shop"]);
-    index.apply(Change::Delete(Kind::Pod, key("b")), &mut touched);
+    index.apply(Change::Delete(Kind::Pod, key("b")));
     assert!(namespaces(&index).is_empty());
 }

@@ -38,7 +38,8 @@ use crate::catalog::Event;
 use crate::catalog::claims::Claims;
 use crate::index::dependencies::CONFIGURATION;
 use crate::index::locality::Location;
-use crate::index::{Index, Resource, Touched};
+use crate::index::reads::{self, Readers};
+use crate::index::{Changed, Index, Resource};
 use crate::kinds::authorization;
 use crate::object::{Key, Kind, ObjectId, ObjectStatus, PodRef, Withheld};
 use crate::publish::keys::schedule::Schedule;
@@ -110,6 +111,8 @@ pub struct Hub {
     /// The endpoints of former states.
     history: Arc<Mutex<History>>,
     changed_services: broadcast::Sender<Arc<BTreeSet<Key>>>,
+    /// The Services that were read while somebody waits for their changes.
+    services: Arc<Mutex<Readers<Key>>>,
     claims: Claims,
     holds: Arc<[Holds; 3]>,
     /// The times from the receipt of changes to the notification of subscribers.
@@ -154,6 +157,7 @@ impl Default for Hub {
             reports: Arc::default(),
             history: Arc::default(),
             changed_services: broadcast::Sender::new(MAX_UNREAD_CHANGES),
+            services: Arc::default(),
             claims: Claims::default(),
             holds: Arc::default(),
             publications: Histogram::new(PUBLICATION_BUCKETS),
@@ -173,7 +177,7 @@ impl Hub {
     /// Applies the changes of a catalog until it ends. Subscribers are notified of a change at
     /// once, and of the changes that follow it within an interval together.
     pub async fn follow(&self, mut changes: mpsc::Receiver<Event>) {
-        let (mut batch, mut touched) = (Vec::new(), Touched::default());
+        let (mut batch, mut changed) = (Vec::new(), Changed::default());
         // A change of the replicas of a Service concerns all of its pods: it waits for its own interval,
         // then for the next publication.
         let (mut replicas, mut due) = (BTreeSet::new(), BTreeSet::new());
@@ -187,15 +191,19 @@ impl Hub {
                 count = changes.recv_many(&mut batch, MAX_BATCH) => {
                     since.get_or_insert_with(Instant::now);
                     let mut update = Update::new(batch.drain(..));
-                    while !self.update(&mut update, &mut touched) {
-                        yield_now().await;
-                    }
-                    replicas.append(&mut touched.replicas);
+                    let latest = loop {
+                        match self.update(&mut update) {
+                            Some(latest) => break latest,
+                            None => yield_now().await,
+                        }
+                    };
+                    changed.append(latest);
+                    replicas.append(&mut changed.replicas);
                     is_published = false;
                     if count == 0 {
                         due.append(&mut replicas);
-                        touched.replicas = due;
-                        self.begin_publication(&touched, &mut turns, since);
+                        changed.replicas = due;
+                        self.begin_publication(&changed, &mut turns, since);
                         while self.publish(&mut turns) {}
                         return;
                     }
@@ -206,12 +214,12 @@ impl Hub {
                     next_replicas = Instant::now() + REPLICAS_INTERVAL;
                 }
                 () = sleep_until(next_publication), if !is_published => {
-                    let mut touched = std::mem::take(&mut touched);
-                    touched.replicas = std::mem::take(&mut due);
-                    self.begin_publication(&touched, &mut turns, since.take());
+                    let mut changed = std::mem::take(&mut changed);
+                    changed.replicas = std::mem::take(&mut due);
+                    self.begin_publication(&changed, &mut turns, since.take());
                     is_published = true;
                     // A new position alone delays no change.
-                    if touched != Touched::default() {
+                    if changed != Changed::default() {
                         next_publication = Instant::now() + PUBLICATION_INTERVAL;
                     }
                 }
@@ -220,35 +228,38 @@ impl Hub {
         }
     }
 
-    /// Applies changes and notifies the subscribers of the affected topics.
+    /// Applies changes and notifies the subscribers of the affected resources.
     pub fn apply<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>) {
-        let (mut touched, mut turns) = (Touched::default(), Turns::default());
+        let mut turns = Turns::default();
         let since = Some(Instant::now());
         let mut update = Update::new(changes.into_iter().map(Into::into));
-        while !self.update(&mut update, &mut touched) {}
-        self.begin_publication(&touched, &mut turns, since);
+        let changed = loop {
+            if let Some(changed) = self.update(&mut update) {
+                break changed;
+            }
+        };
+        self.begin_publication(&changed, &mut turns, since);
         while self.publish(&mut turns) {}
     }
 
-    /// Applies a part of the changes and adds the affected topics to `touched`. Returns whether all
-    /// are applied.
-    fn update(&self, update: &mut Update, touched: &mut Touched) -> bool {
+    /// Applies a part of the changes. Returns what has changed once all are applied.
+    fn update(&self, update: &mut Update) -> Option<Changed> {
         let has_steps = update.prepare(&self.index());
         let mut index = self.index_mut();
         let end = Instant::now() + MAX_SLICE;
         while let Some(step) = update.next() {
-            index.step(step, touched);
+            index.step(step);
             if Instant::now() >= end {
-                return false;
+                return None;
             }
         }
         if has_steps {
             // There may be more.
-            return false;
+            return None;
         }
-        while !index.settle_one(touched) {
+        while !index.settle_one() {
             if Instant::now() >= end {
-                return false;
+                return None;
             }
         }
         self.meshed.send_if_modified(|meshed| {
@@ -270,11 +281,12 @@ impl Hub {
                     (Some(is_awaited), false) => *is_awaited = false,
                     (Some(_), true) => drop(unlisted.remove(kind)),
                 }
-                index.set_readable(*kind, *is_readable, touched);
+                index.set_readable(*kind, *is_readable);
             }
             is_changed
         });
         self.mark_statuses(index.take_changed_statuses());
+        let changed = index.take_changed();
         drop(index);
         for key in invalid {
             tracing::error!(
@@ -291,7 +303,7 @@ impl Hub {
             );
         }
         self.changed.send_replace(());
-        true
+        Some(changed)
     }
 
     /// The kinds that calls wait for. Empty if the catalog is synced.
@@ -391,7 +403,15 @@ impl Hub {
 
     /// The current state of a Service.
     pub fn service(&self, key: &Key) -> Option<Service> {
-        self.index().service(key)
+        let index = self.index();
+        let (service, reads) = reads::ask(|| index.service(key));
+        if service.is_none() {
+            // Its return is told to all.
+            self.services().remove(key);
+        } else if self.changed_services.receiver_count() > 0 {
+            self.services().set(&Arc::new(key.clone()), reads);
+        }
+        service
     }
 
     /// The keys of all Services.
@@ -451,14 +471,14 @@ impl Hub {
     /// Adds what is affected to the turns of its namespaces. `since` is the time of the oldest change.
     fn begin_publication(
         &self,
-        touched: &Touched,
+        changed: &Changed,
         turns: &mut Turns<Arc<Resource>>,
         since: Option<Instant>,
     ) {
         let since = since.unwrap_or_else(Instant::now);
         let index = self.index();
         let mut subscribers = self.subscribers();
-        for resource in subscribers.affected(&index, touched) {
+        for resource in subscribers.affected(changed) {
             let namespace = subscribers.namespace(&resource);
             subscribers.mark_pending(&resource);
             turns.add(namespace, resource, since);
@@ -470,12 +490,19 @@ impl Hub {
             *published = position.cloned();
             is_changed
         });
-        subscribers.relocate(&index, touched);
-        if !touched.services.is_empty() && self.changed_services.receiver_count() > 0 {
+        subscribers.relocate(&index, changed);
+        drop(subscribers);
+        let mut services = self.services();
+        if self.changed_services.receiver_count() == 0 {
+            *services = Readers::default();
+            return;
+        }
+        let read = services.of(&changed.reads).into_iter();
+        let mut affected: BTreeSet<Key> = read.map(|key| Key::clone(&key)).collect();
+        affected.extend(changed.services.iter().cloned());
+        if !affected.is_empty() {
             // An error means that there are no receivers any more.
-            let _ = self
-                .changed_services
-                .send(Arc::new(touched.services.clone()));
+            let _ = self.changed_services.send(Arc::new(affected));
         }
     }
 
@@ -536,6 +563,10 @@ impl Hub {
     fn index_mut(&self) -> Timed<'_, RwLockWriteGuard<'_, Index>> {
         let guard = self.index.write().unwrap_or_else(PoisonError::into_inner);
         self.holds[0].hold(guard)
+    }
+
+    fn services(&self) -> MutexGuard<'_, Readers<Key>> {
+        self.services.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn history(&self) -> MutexGuard<'_, History> {

@@ -1,7 +1,6 @@
 //! All subscribers, and the states that they share.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::net::SocketAddr;
 use std::ops::Bound;
 use std::sync::Arc;
 
@@ -15,16 +14,19 @@ use super::queue::Queue;
 use super::watched::{Resolved, Subscriber, Watched};
 use crate::index::locality::{Location, Scope};
 use crate::index::position::Position;
-use crate::index::{Index, Resource, Touched, link, unlink};
+use crate::index::reads::{self, Readers, Reads};
+use crate::index::{Changed, Index, Resource, link, unlink};
 use crate::object::{Key, PodRef};
 
 #[derive(Default)]
 pub(super) struct Subscribers {
     /// The resources with subscribers. All maps and queues share their names.
     resources: BTreeMap<Arc<Resource>, Watched>,
-    /// The destinations with subscribers by their port.
-    destinations_on: HashMap<u16, BTreeSet<SocketAddr>>,
+    /// The values that the states of the resources depend on.
+    readers: Readers<Resource>,
     clients: HashMap<u64, Client>,
+    /// The values that the locations of the clients depend on.
+    located: Readers<u64>,
     clients_of_pod: HashMap<Key, BTreeSet<u64>>,
     /// The latest position whose changes are published, except the changes of pending resources.
     pub(super) published: watch::Sender<Option<Arc<Position>>>,
@@ -55,21 +57,21 @@ pub struct Lacking {
     pub telemetry: bool,
 }
 
-/// The location of a pod, if a token is bound to one.
-pub(super) fn location(index: &Index, pod: Option<&PodRef>) -> Location {
-    pod.map_or_else(Location::default, |pod| {
-        index.location(&pod.key(), &pod.uid)
-    })
+/// The location of a pod, if a token is bound to one, and what it depends on.
+pub(super) fn location(index: &Index, pod: Option<&PodRef>) -> (Location, Reads) {
+    let of_pod = |pod: &PodRef| reads::ask(|| index.location(&pod.key(), &pod.uid));
+    pod.map_or_else(Default::default, of_pod)
 }
 
 impl Subscribers {
     pub(super) fn add_client(
         &mut self,
         pod: Option<PodRef>,
-        location: Location,
+        (location, reads): (Location, Reads),
     ) -> (u64, Arc<Queue>) {
         self.next_id += 1;
         let id = self.next_id;
+        self.located.set(&Arc::new(id), reads);
         let queue: Arc<Queue> = Arc::default();
         if let Some(pod) = &pod {
             link(&mut self.clients_of_pod, &pod.key(), &id);
@@ -92,6 +94,7 @@ impl Subscribers {
         for resource in &client.subscribed {
             self.forget(resource, id);
         }
+        self.located.remove(&id);
         if let Some(pod) = &client.pod {
             unlink(&mut self.clients_of_pod, &pod.key(), &id);
         }
@@ -196,14 +199,12 @@ impl Subscribers {
         let known = self.resources.get_key_value(resource);
         let shared = known.map_or_else(|| Arc::new(resource.clone()), |(key, _)| key.clone());
         let watched = self.resources.entry(shared.clone()).or_default();
-        if let Resource::Destination(address) = resource {
-            link(&mut self.destinations_on, &address.port(), address);
-        }
         let client = self.clients.get_mut(&id).expect("a client is removed last");
         let published = self.published.borrow();
         let location = &client.location;
-        let state = watched.add(index, resource, location, resolved, published.as_ref());
+        let (state, reads) = watched.add(index, resource, location, resolved, published.as_ref());
         drop(published);
+        self.readers.add(&shared, reads);
         let subscriber = Subscriber {
             queue: client.queue.clone(),
             acknowledged: None,
@@ -232,49 +233,12 @@ impl Subscribers {
     }
 
     /// The resources with subscribers that changes of the index affect.
-    pub(super) fn affected(&self, index: &Index, touched: &Touched) -> BTreeSet<Arc<Resource>> {
-        let mut affected = BTreeSet::new();
-        if touched.all {
-            affected.extend(self.resources.keys().cloned());
-            return affected;
+    pub(super) fn affected(&self, changed: &Changed) -> BTreeSet<Arc<Resource>> {
+        if changed.all {
+            return self.resources.keys().cloned().collect();
         }
-        for ip in &touched.addresses {
-            let first = Resource::Destination(SocketAddr::new(*ip, 0));
-            let is_affected =
-                |one: &Resource| matches!(one, Resource::Destination(other) if other.ip() == *ip);
-            affected.extend(self.range(&first, is_affected));
-        }
-        for port in &touched.node_ports {
-            let destinations = self.destinations_on.get(port).into_iter().flatten();
-            affected.extend(destinations.map(|address| Arc::new(Resource::Destination(*address))));
-        }
-        let limited = touched.replicas.iter();
-        let limited = limited.flat_map(|service| index.pods_limited_by(service));
-        for pod in touched.pods.iter().cloned().chain(limited) {
-            let first = Resource::Workload(pod.clone(), "".into());
-            let is_affected =
-                |one: &Resource| matches!(one, Resource::Workload(other, _) if *other == pod);
-            affected.extend(self.range(&first, is_affected));
-        }
-        for key in &touched.services {
-            let first = Resource::Backend(key.clone(), 0);
-            let is_affected =
-                |one: &Resource| matches!(one, Resource::Backend(other, _) if other == key);
-            affected.extend(self.range(&first, is_affected));
-        }
-        affected
-    }
-
-    /// The resources that begin with `first` in their order, as long as they are affected.
-    fn range(
-        &self,
-        first: &Resource,
-        is_affected: impl Fn(&Resource) -> bool,
-    ) -> impl Iterator<Item = Arc<Resource>> {
-        let bounds = (Bound::Included(first), Bound::Unbounded);
-        let resources = self.resources.range::<Resource, _>(bounds);
-        let resources = resources.map(|(resource, _)| resource);
-        resources.take_while(move |one| is_affected(one)).cloned()
+        let changed = changed.reads.iter().chain(&changed.replicas);
+        self.readers.of(changed)
     }
 
     /// The namespace of the target of a resource. Empty while it is unknown.
@@ -312,36 +276,30 @@ impl Subscribers {
             let clients = &self.clients;
             let location = |id: u64| clients[&id].location.clone();
             if let Some(watched) = self.resources.get_mut(&resource) {
-                watched.update(index, &resource, resolved, history, location);
+                let reads = watched.update(index, &resource, resolved, history, location);
+                self.readers.set(&resource, reads);
             }
         }
     }
 
-    /// Moves the clients in pods and on nodes that have changed, and notifies them of the resources
-    /// that depend on their location.
-    pub(super) fn relocate(&mut self, index: &Index, touched: &Touched) {
+    /// Moves the clients whose pod or node has changed, and notifies them of the resources that depend on
+    /// their location.
+    pub(super) fn relocate(&mut self, index: &Index, changed: &Changed) {
         let published = self.published.borrow();
-        let pods = touched.pods.iter();
-        let in_pods = pods.filter_map(|pod| self.clients_of_pod.get(pod));
-        let mut moved: BTreeSet<u64> = in_pods.flatten().copied().collect();
-        if !touched.nodes.is_empty() {
-            let clients = self.clients.iter();
-            let on_nodes =
-                clients.filter(|(_, client)| touched.nodes.contains(&client.location.node));
-            moved.extend(on_nodes.map(|(id, _)| *id));
-        }
-        for id in moved {
+        for id in self.located.of(&changed.reads) {
             let Some(client) = self.clients.get_mut(&id) else {
                 continue;
             };
-            let location = location(index, client.pod.as_ref());
+            let (location, reads) = location(index, client.pod.as_ref());
+            self.located.set(&id, reads);
             if std::mem::replace(&mut client.location, location) == client.location {
                 continue;
             }
             for resource in &client.subscribed {
                 if let Some(watched) = self.resources.get_mut(resource) {
                     let (location, published) = (&client.location, published.as_ref());
-                    let state = watched.add(index, resource, location, None, published);
+                    let (state, reads) = watched.add(index, resource, location, None, published);
+                    self.readers.add(resource, reads);
                     client.queue.push(resource.clone(), state);
                 }
             }
@@ -360,9 +318,7 @@ impl Subscribers {
             watched.subscribers.remove(&subscriber);
             if watched.subscribers.is_empty() {
                 self.resources.remove(resource);
-                if let Resource::Destination(address) = resource {
-                    unlink(&mut self.destinations_on, &address.port(), address);
-                }
+                self.readers.remove(resource);
             }
         }
     }
@@ -387,7 +343,8 @@ impl Subscribers {
 
     pub(super) fn is_empty(&self) -> bool {
         self.resources.is_empty()
-            && self.destinations_on.is_empty()
+            && self.readers.is_empty()
+            && self.located.is_empty()
             && self.clients.is_empty()
             && self.clients_of_pod.is_empty()
     }

@@ -214,10 +214,14 @@ fn state_that_is_not_published_yet_is_resolved_for_a_new_subscriber() {
     let mut reader = hub.watch_resources(None);
     reader.subscribe(&address);
     assert!(reader.next().unwrap().1.target.is_none());
-    let (mut touched, mut turns) = (Touched::default(), Turns::default());
+    let mut turns = Turns::default();
     let mut update = Update::new([pod("p", "10.0.0.1").into()].into_iter());
-    while !hub.update(&mut update, &mut touched) {}
-    hub.begin_publication(&touched, &mut turns, None);
+    let changed = loop {
+        if let Some(changed) = hub.update(&mut update) {
+            break changed;
+        }
+    };
+    hub.begin_publication(&changed, &mut turns, None);
     let mut other = hub.watch_resources(None);
     other.subscribe(&address);
     // For all of them.
@@ -602,8 +606,8 @@ fn readers_of_any_pace_end_with_the_state_of_the_index() {
             let changes: Vec<Change> = (0..count).map(|_| chance.change()).collect();
             hub.apply(changes);
             let (reader, known) = &mut readers[chance.0.usize(..3)];
-            let all = Chance::destinations();
-            let some = Resource::Destination(all[chance.0.usize(..all.len())]);
+            let all = Chance::resources();
+            let some = all[chance.0.usize(..all.len())].clone();
             match chance.0.u8(..4) {
                 0 => drop(reader.subscribe(&some)),
                 1 => {

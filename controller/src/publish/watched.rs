@@ -9,6 +9,7 @@ use super::history::History;
 use super::queue::Queue;
 use crate::index::locality::{Location, Scope};
 use crate::index::position::Position;
+use crate::index::reads::{self, Reads};
 use crate::index::state::State;
 use crate::index::{Index, Resource};
 
@@ -16,17 +17,20 @@ use crate::index::{Index, Resource};
 pub(super) struct Resolved {
     pub(super) scope: Scope,
     states: HashMap<Location, State>,
+    /// The values that they depend on.
+    pub(super) reads: Reads,
 }
 
 impl Resolved {
     /// The states everywhere and at a location.
     pub(super) fn new(index: &Index, resource: &Resource, location: &Location) -> Resolved {
         let anywhere = Location::default();
-        let (scope, state) = index.resolve(resource, &anywhere);
+        let ((scope, state), reads) = reads::ask(|| index.resolve(resource, &anywhere));
         let location = location.within(&scope);
         let mut resolved = Resolved {
             scope,
             states: HashMap::from([(anywhere, state)]),
+            reads,
         };
         resolved.add(index, resource, location);
         resolved
@@ -34,14 +38,17 @@ impl Resolved {
 
     /// Adds the state at a location within the scope.
     pub(super) fn add(&mut self, index: &Index, resource: &Resource, location: Location) {
-        let state = self.states.entry(location);
-        state.or_insert_with_key(|location| index.resolve(resource, location).1);
+        let state = self.take(index, resource, &location);
+        self.states.insert(location, state);
     }
 
     /// The state at a location within the scope.
     fn take(&mut self, index: &Index, resource: &Resource, location: &Location) -> State {
-        let state = self.states.remove(location);
-        state.unwrap_or_else(|| index.resolve(resource, location).1)
+        self.states.remove(location).unwrap_or_else(|| {
+            let ((_, state), reads) = reads::ask(|| index.resolve(resource, location));
+            self.reads.add(reads);
+            state
+        })
     }
 }
 
@@ -63,8 +70,8 @@ pub(super) struct Subscriber {
 }
 
 impl Watched {
-    /// The state at a location, which is added if there is none, with its latest position: nothing
-    /// up to the published one concerns it.
+    /// The state at a location, which is added if there is none, and what that has read. With its latest
+    /// position: nothing up to the published one concerns it.
     pub(super) fn add(
         &mut self,
         index: &Index,
@@ -72,13 +79,13 @@ impl Watched {
         location: &Location,
         resolved: Option<Resolved>,
         published: Option<&Arc<Position>>,
-    ) -> Arc<State> {
+    ) -> (Arc<State>, Reads) {
         let within = location.within(&self.scope);
         if let Some(known) = self.states.get_mut(&within) {
             if !self.is_pending {
                 State::advance(known, published);
             }
-            return known.clone();
+            return (known.clone(), Reads::default());
         }
         let mut resolved = resolved.unwrap_or_else(|| Resolved::new(index, resource, location));
         // An unpublished change of the scope concerns the other subscribers, too.
@@ -88,15 +95,15 @@ impl Watched {
         let location = location.within(&self.scope);
         let state = Arc::new(resolved.take(index, resource, &location));
         self.states.insert(location, state.clone());
-        state
+        (state, resolved.reads)
     }
 
     pub(super) fn state(&self, location: &Location) -> Option<&Arc<State>> {
         self.states.get(&location.within(&self.scope))
     }
 
-    /// Replaces the states, and notifies the subscribers whose state has changed. Work is done per
-    /// location, and in most cases there is one.
+    /// Replaces the states, and notifies the subscribers whose state has changed. Returns what the states
+    /// have read. Work is done per location, and in most cases there is one.
     pub(super) fn update(
         &mut self,
         index: &Index,
@@ -104,7 +111,7 @@ impl Watched {
         mut resolved: Resolved,
         history: &mut History,
         location: impl Fn(u64) -> Location,
-    ) {
+    ) -> Reads {
         let anywhere = Location::default();
         let before = std::mem::take(self);
         self.scope = resolved.scope.clone();
@@ -131,6 +138,7 @@ impl Watched {
             }
         }
         self.subscribers = before.subscribers;
+        resolved.reads
     }
 }
 

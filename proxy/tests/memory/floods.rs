@@ -246,11 +246,6 @@ fn withstands(floods: &[fn() -> Held], limit: u64, control: &[String]) -> Result
     }
     let resident = proxy.resident() / MIB;
     drop(held);
-    // Without the pages of the program: a flood does not add them.
-    let rest = || proxy.anonymous().saturating_sub(idle);
-    let is_over = || !proxy.is_running() || rest() < MAX_REST;
-    proxy.wait("the memory returns", is_over);
-    // The flood has only begun when the clients within their share got their answers.
     let peak = group.peak();
     assert!(
         proxy.is_running(),
@@ -259,6 +254,9 @@ fn withstands(floods: &[fn() -> Held], limit: u64, control: &[String]) -> Result
         limit / MIB
     );
     assert!(peak < limit, "{} MiB of {} MiB", peak / MIB, limit / MIB);
+    // Without the pages of the program: a flood does not add them.
+    let rest = || proxy.anonymous().saturating_sub(idle);
+    proxy.wait("the memory returns", || rest() < MAX_REST);
     eprintln!(
         "{} floods, limit {} MiB: {resident} MiB resident under attack, peak {} MiB, {} KiB stay",
         floods.len(),

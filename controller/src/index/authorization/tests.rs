@@ -9,9 +9,10 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::catalog::Change;
+use crate::index::Resource;
 use crate::index::state::{State, TargetKind};
+use crate::index::tests::{Stale, stale};
 use crate::index::tests::{key, pod, service};
-use crate::index::{Resource, Touched};
 use crate::kinds::Object;
 use crate::kinds::authorization::tests::policy;
 use crate::kinds::service::TargetPort;
@@ -28,10 +29,8 @@ fn index(objects: impl IntoIterator<Item = Object>) -> Index {
     index
 }
 
-fn apply(index: &mut Index, object: Object) -> Touched {
-    let mut touched = Touched::default();
-    index.apply(Change::Apply(object), &mut touched);
-    touched
+fn apply(index: &mut Index, object: Object) -> Stale {
+    stale(index, Change::Apply(object))
 }
 
 fn object(namespace: &str, name: &str, spec: Value) -> Object {
@@ -236,8 +235,7 @@ fn service_covers_its_target_ports_at_the_pods_that_it_selects() {
     }
     assert_eq!(condition(&index, &key("p")).reason, "Accepted");
     index.take_changed_statuses();
-    let mut touched = Touched::default();
-    index.apply(Change::Delete(Kind::Service, key("web")), &mut touched);
+    let touched = stale(&mut index, Change::Delete(Kind::Service, key("web")));
     assert_eq!(touched.pods, [key("a")].into());
     assert_eq!(policies(&index, &key("a")), []);
     let changed = index.take_changed_statuses();
@@ -278,9 +276,8 @@ fn policy_does_not_apply_to_its_authorization_server() {
         assert_eq!(touched.pods, [key("a"), key("cart")].into());
         assert_eq!(names(&index, &key("a")), [&*policy]);
         assert_eq!(names(&index, &key("cart")), [""; 0]);
-        let mut touched = Touched::default();
-        index.apply(Change::Delete(Kind::Service, key("web")), &mut touched);
-        assert_eq!(touched.pods, [key("cart")].into());
+        let touched = stale(&mut index, Change::Delete(Kind::Service, key("web")));
+        assert!(touched.pods.contains(&key("cart")));
         assert_eq!(names(&index, &key("cart")), [&*policy]);
     }
 }
@@ -566,10 +563,9 @@ fn invalid_policy_of_the_mesh_withholds_the_state_of_all_pods() {
         condition.message.contains("pods that start wait"),
         "{condition:?}"
     );
-    let mut touched = Touched::default();
-    index.apply(
+    let touched = stale(
+        &mut index,
         Change::Delete(Kind::Authorization, Key::new(MESH, "p")),
-        &mut touched,
     );
     assert_eq!(touched.pods, pods.clone().into());
     assert!(pods.iter().all(|pod| !state(&index, pod).is_withheld));
@@ -578,10 +574,10 @@ fn invalid_policy_of_the_mesh_withholds_the_state_of_all_pods() {
 #[test]
 fn unreadable_kind_withholds_the_state_of_pods() {
     let mut index = index([Object::Pod(pod_in("shop", "a"))]);
-    let mut touched = Touched::default();
-    index.set_readable(Kind::Authorization, false, &mut touched);
-    assert!(touched.all && state(&index, &key("a")).is_withheld);
-    index.set_readable(Kind::Authorization, true, &mut touched);
+    index.take_changed();
+    index.set_readable(Kind::Authorization, false);
+    assert!(index.take_changed().all && state(&index, &key("a")).is_withheld);
+    index.set_readable(Kind::Authorization, true);
     assert!(!state(&index, &key("a")).is_withheld);
 }
 
@@ -591,11 +587,10 @@ fn pods_wait_for_policies_that_were_deleted_with_their_definition() {
     let mut index = index(pods);
     let mut lose = |namespaces: &[&str]| {
         let lost = namespaces.iter().map(|name| Arc::from(*name)).collect();
-        let mut touched = Touched::default();
-        index.apply(Change::Lost(lost), &mut touched);
-        index.apply(Change::NotInstalled(Kind::Authorization), &mut touched);
+        let touched = stale(&mut index, Change::Lost(lost));
+        index.apply(Change::NotInstalled(Kind::Authorization));
         let is_withheld = |namespace| state(&index, &Key::new(namespace, "a")).is_withheld;
-        (touched.all, ["shop", "bank"].map(is_withheld))
+        (!touched.pods.is_empty(), ["shop", "bank"].map(is_withheld))
     };
     assert_eq!(lose(&[]), (false, [false, false]));
     assert_eq!(lose(&["shop"]), (true, [true, false]));
@@ -603,9 +598,8 @@ fn pods_wait_for_policies_that_were_deleted_with_their_definition() {
     assert_eq!(lose(&[]), (true, [false, false]), "forgotten");
     assert_eq!(lose(&["shop", "bank"]), (true, [true, true]));
     let listed = Change::Reset(Kind::Authorization, vec![]);
-    let mut touched = Touched::default();
-    index.apply(listed, &mut touched);
-    assert!(touched.all && !state(&index, &key("a")).is_withheld);
+    let touched = stale(&mut index, listed);
+    assert!(!touched.pods.is_empty() && !state(&index, &key("a")).is_withheld);
 }
 
 #[test]
@@ -769,7 +763,7 @@ fn pods_are_open_where_the_last_allow_lost_its_service() {
     let expected = ["shop/p, Service shop/web: shop/a shop/b"];
     assert_eq!(opened(&index), expected, "another selector");
     let change = Change::Delete(Kind::Service, key("web"));
-    index.apply(change, &mut Touched::default());
+    index.apply(change);
     assert_eq!(opened(&index), expected, "no Service");
     let of_b = json!({"matchLabels": {"name": "b"}});
     let rules = || json!({"action": "ALLOW", "rules": [{}]});

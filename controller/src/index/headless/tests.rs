@@ -4,8 +4,8 @@ use serde_json::json;
 
 use super::*;
 use crate::catalog::Change;
+use crate::index::Index;
 use crate::index::tests::{Chance, endpoint, index, key, pod, service, slice};
-use crate::index::{Index, Touched};
 use crate::kinds::policy::tests::policy;
 use crate::kinds::route::backend::{KINDS, backend};
 use crate::kinds::route::model::Route;
@@ -15,9 +15,8 @@ use crate::object::Meta;
 
 /// Whether the status of a route may have changed.
 fn change(index: &mut Index, change: Change) -> bool {
-    let mut touched = Touched::default();
-    index.change(change, &mut touched);
-    index.settle(&mut touched)
+    index.change(change);
+    index.settle()
 }
 
 fn apply(index: &mut Index, object: Object) -> bool {

@@ -7,16 +7,16 @@ use crate::catalog::Change;
 use crate::index::Resource;
 use crate::index::locality::Location;
 use crate::index::state::{TargetKind, Workload};
-use crate::index::tests::{endpoint, index, key, pod, service, slice};
+use crate::index::tests::{Stale, endpoint, index, key, pod, service, slice, stale};
+use crate::kinds::authorization;
 use crate::kinds::pod::ContainerPort;
 use crate::kinds::policy::tests::{policy, policy_for};
 use crate::kinds::{Node, Object};
-use crate::object::Kind;
+use crate::object::fields::NULL;
+use crate::object::{Kind, Meta};
 
-fn apply(index: &mut Index, object: Object) -> Touched {
-    let mut touched = Touched::default();
-    index.apply(Change::Apply(object), &mut touched);
-    touched
+fn apply(index: &mut Index, object: Object) -> Stale {
+    stale(index, Change::Apply(object))
 }
 
 fn limits(requests: u32) -> serde_json::Value {
@@ -92,11 +92,44 @@ fn pods_have_the_limits_of_the_services_of_their_namespace_that_select_them() {
     );
     assert_eq!(workload(&index, &key("a")).rate_limits[0].requests, 7);
     assert_eq!(of(&index, &key("other")), []);
-    let mut touched = Touched::default();
     let delete = Change::Delete(Kind::TrafficPolicy, key("p"));
-    index.apply(delete, &mut touched);
-    assert_eq!(touched.pods, [key("a")].into());
+    let touched = stale(&mut index, delete);
+    assert!(touched.pods.contains(&key("a")));
     assert_eq!(of(&index, &key("a")), []);
+}
+
+/// A tenant chooses the labels of a pod, and what its state has read is kept.
+#[test]
+fn pod_with_many_labels_has_the_same_state_and_few_reads() {
+    let labels = |count| (0..count).map(|number| (format!("a{number:05}"), String::new()));
+    let labelled = |name: &str, count| Pod {
+        labels: labels(count).chain(ready("").labels).collect(),
+        ..ready(name)
+    };
+    let deny = serde_json::json!({
+        "targetRefs": [{"kind": "Pod", "selector": {"matchLabels": {"app": "web"}}}],
+        "action": "DENY", "rules": [{}],
+    });
+    let deny = deny.to_string();
+    let meta = Meta::new(Kind::Authorization, key("deny"), 0, ("", 0), &deny);
+    let index = index([
+        Object::Service(service("web", &["10.96.0.7"])),
+        Object::Policy(policy("p", 0, limits(7))),
+        Object::Authorization(authorization::parse::policy(
+            meta,
+            &deny,
+            NULL,
+            "cluster.local",
+        )),
+        Object::Pod(labelled("few", 0)),
+        Object::Pod(labelled("many", 10_000)),
+    ]);
+    let [few, many] = ["few", "many"].map(|name| reads::ask(|| workload(&index, &key(name))));
+    assert_eq!(few.0.rate_limits.len(), 1);
+    assert_eq!(few.0.rate_limits, many.0.rate_limits);
+    assert_eq!(few.0.authorization.policies.len(), 1);
+    assert_eq!(few.0.authorization, many.0.authorization);
+    assert!(many.1.count() < 40, "{}", many.1.count());
 }
 
 #[test]
@@ -167,8 +200,7 @@ fn replicas_are_the_ready_meshed_pods_that_the_selector_selects() {
         let changed = pod.key.clone();
         let touched = apply(&mut index, Object::Pod(pod));
         assert_eq!(replicas(&index), expected);
-        let marked = (before != expected).then(|| key("web"));
-        assert_eq!(touched.replicas, marked.into_iter().collect());
+        assert_eq!(touched.replicas.is_empty(), before == expected);
         assert!(touched.pods.iter().all(|pod| *pod == changed));
     }
     for name in ["a", "c"] {
@@ -218,9 +250,8 @@ fn another_selector_concerns_the_pods_before_and_after() {
     assert_eq!(touched.pods, [key("a"), key("b")].into());
     assert_eq!(of(&index, &key("a")), []);
     assert_eq!(of(&index, &key("b")).len(), 1);
-    let mut touched = Touched::default();
     let delete = Change::Delete(Kind::Service, key("web"));
-    index.apply(delete, &mut touched);
+    let touched = stale(&mut index, delete);
     assert_eq!(touched.pods, [key("b")].into());
     assert_eq!(of(&index, &key("b")), []);
 }
@@ -315,8 +346,7 @@ fn pods_without_a_service_have_the_telemetry_of_their_namespace() {
     let touched = apply(&mut index, of_namespace("{status}"));
     assert_eq!(touched.pods, [key("a")].into());
     assert_eq!(format(&index).as_deref(), Some("{status}"));
-    let mut touched = Touched::default();
-    index.apply(Change::Delete(Kind::TrafficPolicy, key("n")), &mut touched);
+    let touched = stale(&mut index, Change::Delete(Kind::TrafficPolicy, key("n")));
     assert_eq!(touched.pods, [key("a")].into());
     assert_eq!(format(&index), None);
 }

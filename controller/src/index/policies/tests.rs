@@ -6,16 +6,17 @@ use super::*;
 use crate::catalog::Change;
 use crate::index::locality::Location;
 use crate::index::state::{State, Target as StateTarget};
-use crate::index::tests::{Chance, endpoint, index, ip, key, pod, service, slice};
-use crate::index::{Index, Resource, Touched};
+use crate::index::tests::{
+    Chance, Stale, endpoint, index, ip, key, node, pod, service, slice, stale,
+};
+use crate::index::{Index, Resource};
 use crate::kinds::Object;
 use crate::kinds::policy::tests::{policy, policy_for};
 use crate::kinds::route::tests::{route, route_of};
+use crate::object::Kind;
 
-fn apply(index: &mut Index, object: Object) -> Touched {
-    let mut touched = Touched::default();
-    index.apply(Change::Apply(object), &mut touched);
-    touched
+fn apply(index: &mut Index, object: Object) -> Stale {
+    stale(index, Change::Apply(object))
 }
 
 fn resolve(index: &Index, resource: &Resource, namespace: &str) -> StateTarget {
@@ -57,12 +58,13 @@ fn policy_is_part_of_every_resource_of_its_service_and_of_no_other() {
         Object::Service(web),
         Object::Service(service("api", &["10.96.0.8"])),
         Object::Service(other),
+        node("n", &["10.1.0.1"]),
     ]);
     let touched = apply(&mut index, Object::Policy(policy("p", 0, connections())));
     let addresses = ["10.96.0.7", "fd00::7", "192.0.2.7"].map(ip);
     assert_eq!(touched.addresses, addresses.into());
     assert_eq!(touched.node_ports, [30080].into());
-    assert_eq!(touched.services, [key("web")].into());
+    assert_eq!(touched.backends, [key("web")].into());
     let of_web = "TrafficPolicy shop/p";
     for (address, expected) in [
         ("10.96.0.7:80", of_web),
@@ -84,10 +86,9 @@ fn policy_is_part_of_every_resource_of_its_service_and_of_no_other() {
     );
     // The same policy again changes nothing.
     let again = Object::Policy(policy("p", 0, connections()));
-    assert_eq!(apply(&mut index, again), Touched::default());
-    let mut touched = Touched::default();
+    assert_eq!(apply(&mut index, again), Stale::default());
     let delete = Change::Delete(Kind::TrafficPolicy, key("p"));
-    index.apply(delete, &mut touched);
+    let touched = stale(&mut index, delete);
     assert_eq!(touched.addresses, addresses.into());
     assert_eq!(name(&destination(&index, "10.96.0.7:80")), "");
 }
@@ -167,15 +168,14 @@ fn oldest_valid_policy_applies_and_the_others_are_told() {
     );
     for gone in ["c", "d"] {
         let delete = Change::Delete(Kind::TrafficPolicy, key(gone));
-        index.apply(delete, &mut Touched::default());
+        index.apply(delete);
     }
     assert_eq!(
         name(&destination(&index, "10.96.0.7:80")),
         "TrafficPolicy shop/b"
     );
-    let mut touched = Touched::default();
     let delete = Change::Delete(Kind::Service, key("web"));
-    index.apply(delete, &mut touched);
+    index.apply(delete);
     assert_eq!(
         reasons(&index),
         ["a Invalid", "b TargetNotFound", "e TargetNotFound"]
@@ -288,7 +288,7 @@ fn policy_changes_no_flow_to_services_of_other_namespaces() {
                 _ => None,
             };
             let before = states(&index);
-            index.apply(change, &mut Touched::default());
+            index.apply(change);
             match namespace.as_deref() {
                 Some("other") => {
                     foreign += 1;
@@ -317,12 +317,11 @@ fn thousands_of_policies_of_a_tenant_leave_others_alone() {
         Object::Policy(policy_for("first", 0, targets, connections())),
     );
     let before = destination(&index, "10.96.0.8:80");
-    let mut touched = Touched::default();
     let many = (0..10_000).map(|number| policy(&format!("p{number}"), 1, connections()));
     let targets = json!([{"kind": "Service", "name": "api"}]);
     let first = policy_for("first", 0, targets, connections());
     let all = many.chain([first]).map(Object::Policy).collect();
-    index.apply(Change::Reset(Kind::TrafficPolicy, all), &mut touched);
+    let touched = stale(&mut index, Change::Reset(Kind::TrafficPolicy, all));
     assert_eq!(touched.addresses, [ip("10.96.0.7")].into());
     assert_eq!(before, destination(&index, "10.96.0.8:80"));
     assert_eq!(

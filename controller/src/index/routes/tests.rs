@@ -6,17 +6,15 @@ use super::*;
 use crate::catalog::Change;
 use crate::index::locality::Location;
 use crate::index::state::{State, Target};
-use crate::index::tests::{Chance, endpoint, index, ip, key, pod, service, slice};
-use crate::index::{Index, Resource, Touched};
+use crate::index::tests::{Chance, Stale, endpoint, index, ip, key, pod, service, slice, stale};
+use crate::index::{Index, Resource};
 use crate::kinds::route::tests::{route, route_of};
 use crate::kinds::{Object, Slice};
 
 mod backends;
 
-fn apply(index: &mut Index, object: Object) -> Touched {
-    let mut touched = Touched::default();
-    index.apply(Change::Apply(object), &mut touched);
-    touched
+fn apply(index: &mut Index, object: Object) -> Stale {
+    stale(index, Change::Apply(object))
 }
 
 fn target(index: &Index, destination: &str, namespace: &str) -> Target {
@@ -51,7 +49,7 @@ fn routes_apply_at_every_address_of_a_service() {
     let addresses = ["10.96.0.7", "fd00::7", "192.0.2.7"].map(ip);
     assert_eq!(touched.addresses, addresses.into());
     assert_eq!(touched.node_ports, [30080].into());
-    assert!(touched.services.is_empty(), "their endpoints are the same");
+    assert!(touched.backends.is_empty(), "their endpoints are the same");
     for address in [
         "10.96.0.7:80",
         "[fd00::7]:80",
@@ -118,7 +116,7 @@ fn change_touches_only_the_destinations_whose_routes_differ() {
     let touched = apply(&mut index, Object::Route(same));
     assert_eq!(
         touched,
-        Touched::default(),
+        Stale::default(),
         "another generation with the same rules"
     );
     // The backend loses its port: its own address has changed, and the routes to it.
@@ -132,7 +130,7 @@ fn change_touches_only_the_destinations_whose_routes_differ() {
         from: vec![(Kind::HttpRoute, "x".into())],
         to: vec![None],
     };
-    assert_eq!(apply(&mut index, Object::Grant(grant)), Touched::default());
+    assert_eq!(apply(&mut index, Object::Grant(grant)), Stale::default());
 }
 
 #[test]
@@ -162,7 +160,7 @@ fn no_route_changes_traffic_between_two_other_namespaces() {
             // All Services of this world are in `shop`.
             let all = ["shop", "third", ""].map(|namespace| states(&index, namespace));
             let own = states(&index, "other");
-            index.apply(change, &mut Touched::default());
+            index.apply(change);
             if is_foreign {
                 foreign += 1;
                 applied += usize::from(own != states(&index, "other"));

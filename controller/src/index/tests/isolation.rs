@@ -4,9 +4,9 @@
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 
+use super::super::Index;
 use super::super::locality::Location;
 use super::super::state::{State, TargetKind};
-use super::super::{Index, Touched};
 use super::{Chance, index, key};
 use crate::catalog::Change;
 use crate::index::Resource;
@@ -298,7 +298,7 @@ fn objects_of_a_namespace_do_not_change_connections_between_pods_of_others() {
         for object in hostile {
             let what = format!("{} {}", object.kind(), object.key());
             let change = Change::Apply(object);
-            index.apply(change, &mut Touched::default());
+            index.apply(change);
             assert!(
                 states(&index) == before,
                 "seed {seed}: {what} has an effect"

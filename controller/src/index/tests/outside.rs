@@ -69,8 +69,7 @@ fn change_of_pods_changes_what_is_outside_and_its_version() {
     let version = |index: &Index| state(index, "10.96.0.1:80".parse().unwrap()).version;
     let mut last = version(&index);
     let mut change = |change: Change, all: &[(&str, bool)]| {
-        let mut touched = Touched::default();
-        index.apply(change, &mut touched);
+        let touched = stale(&mut index, change);
         assert!(touched.addresses.contains(&ip("10.96.0.1")));
         let all = all
             .iter()
@@ -153,9 +152,8 @@ fn unknown_address_is_that_of_a_node_or_not() {
     });
     let none = state(&index, destination);
     assert!(!none.is_node && none.target.is_none());
-    let mut touched = Touched::default();
-    index.apply(Change::Apply(node), &mut touched);
-    assert!(touched.addresses.contains(&ip("10.1.0.1")));
+    let touched = stale(&mut index, Change::Apply(node));
+    assert!(!touched.node_ports.is_empty());
     let known = state(&index, destination);
     assert!(known.is_node && known.target.is_none());
     assert!(known.version != none.version && known.rest != none.rest);
@@ -165,11 +163,11 @@ fn unknown_address_is_that_of_a_node_or_not() {
     // A pod or a Service with the address is one.
     apply_one(&mut index, Object::Pod(pod("p", &["10.1.0.1"])));
     assert!(!state(&index, destination).is_node);
-    index.apply(Change::Delete(Kind::Pod, key("p")), &mut touched);
-    index.apply(Change::Delete(Kind::Node, Key::new("", "n")), &mut touched);
+    index.apply(Change::Delete(Kind::Pod, key("p")));
+    index.apply(Change::Delete(Kind::Node, Key::new("", "n")));
     assert_eq!(state(&index, destination).version, none.version);
 }
 
 fn apply_one(index: &mut Index, object: Object) {
-    index.apply(Change::Apply(object), &mut Touched::default());
+    index.apply(Change::Apply(object));
 }

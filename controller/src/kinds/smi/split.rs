@@ -404,7 +404,7 @@ mod tests {
         let mut index = with([split("ab", spec)]);
         let change = |index: &mut Index, object| {
             let change = crate::catalog::Change::Apply(object);
-            index.apply(change, &mut crate::index::Touched::default());
+            index.apply(change);
         };
         assert_eq!(table(&index, 80), [""; 0]);
         let expected =

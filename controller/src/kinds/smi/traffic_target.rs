@@ -377,7 +377,7 @@ mod tests {
     use crate::index::locality::Location;
     use crate::index::state::TargetKind;
     use crate::index::tests::pod;
-    use crate::index::{Index, Resource, Touched};
+    use crate::index::{Index, Resource};
     use crate::kinds::Object;
 
     const OBJECTS: &str = r#"
@@ -396,12 +396,12 @@ mod tests {
 
     /// Pod `shop/a`, which runs under the account `default`, and these objects.
     fn index(text: &str) -> Index {
-        let (mut index, mut touched) = (Index::of_mesh("service-mesh"), Touched::default());
+        let mut index = Index::of_mesh("service-mesh");
         let mut pod = pod("a", &[]);
         pod.identity = Some("spiffe://cluster.local/ns/shop/sa/default".into());
         let objects = catalog::parse(text, "cluster.local").unwrap().objects;
         for object in [Object::Pod(pod)].into_iter().chain(objects) {
-            index.apply(Change::Apply(object), &mut touched);
+            index.apply(Change::Apply(object));
         }
         index
     }
@@ -460,7 +460,7 @@ mod tests {
         assert_eq!(conditions(&index), [problem]);
         let mut delete = |kind, name: &str| {
             let change = Change::Delete(kind, Key::new("shop", name));
-            index.apply(change, &mut Touched::default());
+            index.apply(change);
             (rules(&index), conditions(&index))
         };
         let (left, problems) = delete(Kind::TcpGroup, "db");
@@ -472,7 +472,7 @@ mod tests {
         let (left, _) = delete(Kind::RouteGroup, "routes");
         assert_eq!(left, [""; 0], "it allows nothing");
         let change = Change::Delete(Kind::TrafficTarget, Key::new("shop", "t"));
-        index.apply(change, &mut Touched::default());
+        index.apply(change);
         assert_eq!(policies(&index), []);
     }
 

@@ -22,9 +22,6 @@ use super::turns::Turns;
 use crate::error::Failure;
 use crate::limits::memory::Charge;
 
-/// The memory of a handshake without its buffers: the state of rustls, with the keys of the key
-/// exchange, and of its task.
-const HANDSHAKE_COST: usize = 16 * 1024;
 /// The maximum input of a handshake. rustls accepts messages of 64 KiB, and keeps their records until
 /// a message is complete: with a record for each byte of it, these would be a thousand times as large.
 const MAX_INPUT: usize = 96 * 1024;
@@ -177,7 +174,6 @@ impl Handshake {
     ) -> io::Result<()> {
         loop {
             if !self.incoming.is_empty() {
-                self.check_memory()?;
                 self.turns.next().await;
             }
             let state = match self.advance(plaintext) {
@@ -226,8 +222,8 @@ impl Handshake {
         matches!(self.connection, Connection::Client(_)) && !first.first().is_some_and(is_record)
     }
 
-    /// Charges what the handshake holds while it waits: its state, the buffers, and the messages that
-    /// rustls keeps.
+    /// Charges what the handshake holds while it waits: the buffers, and the messages that rustls
+    /// keeps.
     fn check_memory(&mut self) -> io::Result<()> {
         let Self {
             incoming,
@@ -240,7 +236,7 @@ impl Handshake {
             let reason = format!("the peer sent more than {MAX_INPUT} bytes in the TLS handshake");
             return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
         }
-        let held = HANDSHAKE_COST + *received + incoming.capacity() + outgoing.capacity();
+        let held = *received + incoming.capacity() + outgoing.capacity();
         memory.hold(held).map_err(io::Error::other)
     }
 

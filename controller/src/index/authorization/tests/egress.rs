@@ -77,8 +77,7 @@ fn policies_of_a_direction_change_nothing_in_the_other_one() {
     assert_eq!(names_of(&egress), [""; 0]);
     for (namespace, name) in [("shop", "out"), ("shop", "d"), (MESH, "d")] {
         let change = Change::Delete(Kind::Authorization, Key::new(namespace, name));
-        let mut touched = Touched::default();
-        index.apply(change, &mut touched);
+        let touched = stale(&mut index, change);
         assert_eq!(touched.pods, [key("a")].into());
     }
     let after = state(&index, &key("a")).version;

@@ -53,10 +53,8 @@ fn expected(port: u32) -> Vec<(Vec<u32>, Vec<String>)> {
     vec![(vec![port], vec!["shop/auth:80".to_owned()])]
 }
 
-fn delete(index: &mut Index, kind: Kind, name: &str) -> Touched {
-    let mut touched = Touched::default();
-    index.apply(Change::Delete(kind, key(name)), &mut touched);
-    touched
+fn delete(index: &mut Index, kind: Kind, name: &str) -> Stale {
+    stale(index, Change::Delete(kind, key(name)))
 }
 
 #[test]
@@ -108,7 +106,7 @@ fn pods_of_the_parent_ask_at_its_target_ports_whatever_changes() {
         [key("a")].into()
     );
     assert_eq!(asked(&index, &key("a")), []);
-    assert_eq!(index.routes.protected(&"shop".into()).count(), 0);
+    assert!(index.routes.protected(&key("web")).is_none());
 }
 
 #[test]
@@ -231,9 +229,9 @@ fn state_of_pods_waits_for_the_kinds_of_routes() {
     let resource = Resource::Workload(key("a"), "".into());
     for kind in [Kind::HttpRoute, Kind::GrpcRoute, Kind::Grant] {
         assert!(kinds(&resource, None).contains(&kind));
-        index.set_readable(kind, false, &mut Touched::default());
+        index.set_readable(kind, false);
         assert!(state(&index, &key("a")).is_withheld, "{kind}");
-        index.set_readable(kind, true, &mut Touched::default());
+        index.set_readable(kind, true);
         assert!(!state(&index, &key("a")).is_withheld);
     }
 }

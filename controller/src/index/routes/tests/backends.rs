@@ -129,25 +129,24 @@ fn change_of_a_backend_touches_only_the_services_whose_routes_use_it() {
             route.parents[0].name = "b".to_owned();
         }
         let mut index = with_services([to_api(Kind::HttpRoute, kind, json!({})), other]);
-        let web = Touched {
+        let web = Stale {
             addresses: [ip("10.96.0.7")].into(),
-            ..Touched::default()
+            ..Stale::default()
         };
         let host = |host| backend(kind, "shop", host);
         assert_eq!(apply(&mut index, host("a.example.com")), web);
         let same = apply(&mut index, host("a.example.com"));
-        assert_eq!(same, Touched::default());
+        assert_eq!(same, Stale::default());
         assert_eq!(apply(&mut index, host("b.example.com")), web);
         let of_others = apply(&mut index, backend(kind, "bank", "a.example.com"));
-        assert_eq!(of_others, Touched::default());
+        assert_eq!(of_others, Stale::default());
         // Objects of other kinds with the same name have no part in it.
         let of_other_kind = apply(&mut index, backend(other_kind, "shop", "c.example.com"));
-        assert_eq!(of_other_kind, Touched::default());
+        assert_eq!(of_other_kind, Stale::default());
         assert_eq!(backends(&index).0[0], "b.example.com:443 9");
         let service = apply(&mut index, Object::Service(service("api", &["10.96.0.9"])));
         assert_eq!(service.addresses, [ip("10.96.0.9")].into());
-        let mut touched = Touched::default();
-        index.apply(Change::Delete(kind, key("api")), &mut touched);
+        let touched = stale(&mut index, Change::Delete(kind, key("api")));
         assert_eq!(touched, web);
         assert_eq!(backends(&index).1, "BackendNotFound");
     }
@@ -205,8 +204,7 @@ fn status_of_a_backend_names_the_services_of_its_routes_or_itself() {
         apply(&mut index, backend(kind, "shop", "127.0.0.1"));
         assert_eq!(status(&index, &id, 3), [(web, false, "UnsupportedValue")]);
         index.take_changed_statuses();
-        let mut touched = Touched::default();
-        index.apply(Change::Delete(Kind::HttpRoute, key("r")), &mut touched);
+        index.apply(Change::Delete(Kind::HttpRoute, key("r")));
         assert!(index.take_changed_statuses().contains(&id));
         assert_eq!(status(&index, &id, 3), [(own, false, "UnsupportedValue")]);
     }
@@ -236,7 +234,7 @@ fn policy_becomes_a_backend_and_has_targets_again() {
         apply(&mut index, with_targets());
     }
     apply(&mut index, backend(kind, "shop", "a.example.com"));
-    index.apply(Change::Reset(kind, Vec::new()), &mut Touched::default());
+    index.apply(Change::Reset(kind, Vec::new()));
     assert_eq!(
         (index.count(kind), backends(&index).1),
         (0, "BackendNotFound")
