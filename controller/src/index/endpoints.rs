@@ -321,11 +321,10 @@ impl Cache {
 
     fn insert(&self, port: OfPort, set: &Arc<Endpoints>, reads: Reads) {
         let mut sets = lock(&self.0);
+        // A state may have read an unused set that was equal to its own: it still hears of the next change.
         if sets.of_port.len() == sets.of_port.capacity() {
-            let all = sets.of_port.iter();
-            let unused = all.filter(|(_, cached)| cached.set.strong_count() == 0);
-            let unused: Vec<_> = unused.map(|(port, _)| port.clone()).collect();
-            unused.iter().for_each(|port| sets.remove(port));
+            let is_used = |cached: &Cached| cached.set.strong_count() > 0;
+            sets.of_port.retain(|_, cached| is_used(cached));
         }
         let port = Arc::new(port);
         sets.readers.set(&port, reads);
@@ -629,6 +628,37 @@ mod tests {
         assert_ne!(next.version, all[0].version);
         drop((all, backend, other, next, same));
         assert_eq!(index.endpoints.len(), 0, "nobody needs them");
+    }
+
+    /// The set of a state that is the same as before is unused, and others take its place in the cache.
+    #[test]
+    fn state_hears_of_endpoints_whose_latest_set_is_unused() {
+        let mut objects = wide(500, vec![endpoint("10.0.0.1", "p")]);
+        let Object::Service(web) = &mut objects[0] else {
+            panic!("a Service")
+        };
+        web.local_only = true;
+        let pod = pod("p", &["10.0.0.1"]);
+        let objects = objects.into_iter().chain([Object::Pod(pod.clone())]);
+        let mut index = index(objects);
+        let anywhere = Location::default();
+        let first = "10.96.0.1:1";
+        let _kept = resolve(&index, first, &anywhere);
+        let labels = [("a".to_owned(), "b".to_owned())].into();
+        let labelled = Pod { labels, ..pod };
+        index.apply(Change::Apply(Object::Pod(labelled.clone())));
+        let (_, reads) = reads::ask(|| drop(resolve(&index, first, &anywhere)));
+        let mut states = Readers::default();
+        states.set(&Arc::new(first), reads);
+        let others = (2..=500).map(|port| format!("10.96.0.1:{port}"));
+        let others: Vec<_> = others.map(|one| resolve(&index, &one, &anywhere)).collect();
+        assert_eq!(others.len(), 499);
+        index.take_changed();
+        index.apply(Change::Apply(Object::Pod(Pod {
+            terminating: true,
+            ..labelled
+        })));
+        assert!(states.of(&index.take_changed().reads).contains(&first));
     }
 
     #[test]
